@@ -1,0 +1,86 @@
+"""Keys and values of committed tokens, in slots with lengths of their own.
+
+Slot s of a row is absolute position s, so rows never share a length and nothing is ever padded to
+another row.  Rolling back is a change of one integer: what lies behind a row's length is dead.
+Letters: B rows, Q new tokens, G key/value heads, E head width, S slots read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Keys are read back in whole multiples of this many slots.  A product whose shape does not change with
+# every token gives the same bits whether a token is decoded alone or verified among drafts.
+READ_MULTIPLE = 64
+
+
+class KVCache:
+    """`keys[layer]`, `values[layer]`: [slots, G, room, E]; `lengths[slot]`: committed tokens.
+
+    `room` is `capacity` rounded up to `READ_MULTIPLE`.  The memory starts as zeros, because masked
+    slots still enter a product and must be finite.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        slots: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots, self.capacity = slots, capacity
+        shape = (slots, num_kv_heads, _round_up(capacity), head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.lengths = [0] * slots
+
+    def write(self, layer: int, rows: Sequence[int], starts: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [B, G, Q, E] at positions starts[b] .. starts[b] + Q - 1; lengths do not change."""
+        width = keys.shape[2]
+        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            assert start + width <= self.keys[layer].shape[2], "the caller checks the room first"
+            self.keys[layer][row, :, start : start + width] = keys[b]
+            self.values[layer][row, :, start : start + width] = values[b]
+
+    def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Views [G, S, E] of one row's first S slots, S = `length` rounded up to `READ_MULTIPLE`."""
+        end = _round_up(length)
+        return self.keys[layer][row, :, :end], self.values[layer][row, :, :end]
+
+    def gather(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, E] of several rows, S as in `read`; a view where the rows are neighbours."""
+        end = _round_up(length)
+        first = rows[0]
+        if list(rows) == list(range(first, first + len(rows))):
+            index: slice | list[int] = slice(first, first + len(rows))
+        else:
+            index = list(rows)
+        return self.keys[layer][index, :, :end], self.values[layer][index, :, :end]
+
+    def extend(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Commit counts[b] more tokens of each row."""
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take each row back to `lengths[b]` committed tokens."""
+        for row, length in zip(rows, lengths, strict=True):
+            assert 0 <= length <= self.lengths[row], "truncate only shortens"
+            self.lengths[row] = length
+
+    def require(self, rows: Sequence[int], width: int) -> None:
+        """Raise ValueError unless `width` more tokens fit into each of the rows."""
+        for row in rows:
+            if self.lengths[row] + width > self.capacity:
+                needed = self.lengths[row] + width
+                raise ValueError(f"context of {needed} tokens does not fit the {self.capacity} of a slot")
+
+
+def _round_up(length: int) -> int:
+    return -(-length // READ_MULTIPLE) * READ_MULTIPLE

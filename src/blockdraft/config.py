@@ -1,0 +1,255 @@
+"""Every setting of the project, in one place: frozen, strict, and readable from JSON or YAML.
+
+An unknown key, a wrong type or an impossible value is a `ConfigError` of one line.  Defaults live here
+and nowhere else; no other module reads a setting with a fallback of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ConfigT = TypeVar("ConfigT", bound="Strict")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message is one line for the person who wrote it."""
+
+
+class Strict(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def parse(cls: type[ConfigT], values: dict[str, Any], where: str = "config") -> ConfigT:
+        """Build from a plain dict.  Raises `ConfigError` naming the first bad key."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            if first["type"] == "extra_forbidden":
+                reason = f"unknown key '{key}' (known: {', '.join(sorted(cls.model_fields))})"
+            else:
+                reason = f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{where}: {reason}") from None
+
+
+class DrafterConfig(Strict):
+    """The shape of a block-diffusion drafter (DFlash, arXiv 2602.06036, sections 3 and 4).
+
+    `tap_ids` are 0-based target layers; a tap is the residual stream *after* that layer.
+    """
+
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=1)
+    block_size: int = Field(ge=2, le=256, description="rows of a block: the anchor and its masks")
+    mask_token_id: int = Field(ge=0)
+    tap_ids: tuple[int, ...] = Field(min_length=1)
+    num_target_layers: int = Field(gt=0)
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    sliding_window: int | None = None
+    is_causal: bool | None = Field(None, description="None: sliding layers causal in the block, full layers not")
+    anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
+    draft_vocab_size: int | None = Field(None, description="rows of a reduced draft head; None: all of the target's")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DrafterConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if not all(0 <= tap < self.num_target_layers for tap in self.tap_ids):
+            raise ValueError(f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1}")
+        if list(self.tap_ids) != sorted(set(self.tap_ids)):
+            raise ValueError(f"tap_ids {list(self.tap_ids)} must be increasing and distinct")
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("sliding_attention layers need sliding_window")
+        if self.draft_vocab_size is not None and not 1 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 2..{self.vocab_size}")
+        return self
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens one block can draft: every row but the anchor's, or all of them if the anchor's row drafts too."""
+        return self.block_size if self.anchor_drafts else self.block_size - 1
+
+    def window(self, layer: int) -> int | None:
+        """Keys a row of this layer reaches back over (its own included), or None for all."""
+        return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
+
+    def causal(self, layer: int) -> bool:
+        """Whether a row of this layer is kept from seeing later rows of its own block."""
+        return self.is_causal if self.is_causal is not None else self.window(layer) is not None
+
+
+class SamplingParams(Strict):
+    """How the target chooses tokens; names and defaults follow vLLM's.
+
+    `temperature` 0 is arg-max.  `seed` None draws a fresh seed for each request.
+    """
+
+    max_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0.0, le=100.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0, description="0: off")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("stop"), str):
+            values = {**values, "stop": (values["stop"],)}
+        return values
+
+    @model_validator(mode="after")
+    def _stops_are_not_empty(self) -> SamplingParams:
+        if any(not text for text in self.stop):
+            raise ValueError("stop strings must not be empty")
+        return self
+
+
+class EngineConfig(Strict):
+    """Room and limits of an engine."""
+
+    slots: int = Field(1, ge=1, description="requests that run at once")
+    capacity: int = Field(2048, ge=8, description="tokens of context kept per slot")
+    verify_width: int | None = Field(None, ge=0, description="drafts verified per round; None: all that are proposed")
+
+
+class DataConfig(Strict):
+    """What a drafter learns from."""
+
+    files: tuple[str, ...] = Field(min_length=1, description="JSONL files of chats, or of prompt/response pairs")
+    held_out: int = Field(24, ge=0, description="samples taken out for the acceptance check, chosen by seed")
+    max_length: int = Field(1024, ge=16)
+    min_answer_tokens: int = Field(16, ge=1, description="shorter answers are left out")
+    limit: int | None = Field(None, ge=1)
+
+
+class FeatureConfig(Strict):
+    """Where the target's taps come from."""
+
+    mode: Literal["online", "shards"] = "shards"
+    folder: str | None = Field(None, description="shards' folder; None: beside the run")
+    teacher_top_k: int = Field(0, ge=0, le=256, description="target probabilities kept per token, for soft labels")
+    batch_tokens: int = Field(4096, ge=64)
+
+
+class DraftShape(Strict):
+    """The drafter a recipe asks for; what is None is derived from the target."""
+
+    preset: Literal["dflash"] = "dflash"
+    num_layers: int = Field(5, ge=1)
+    block_size: int = Field(16, ge=2)
+    num_taps: int = Field(5, ge=1)
+    tap_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    intermediate_size: int | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    sliding_window: int | None = None
+    anchor_drafts: bool = False
+    draft_vocab_size: int | None = Field(None, description="most frequent answer tokens kept in the draft head")
+    init: Literal["random", "target"] = Field("random", description="target: layers start as copies of target layers")
+
+
+class LossConfig(Strict):
+    """The loss over a block (DFlash, section 4.2)."""
+
+    gamma: float = Field(7.0, gt=0.0, description="weight of the k-th drafted token is exp(-(k-1)/gamma)")
+    soft_weight: float = Field(0.0, ge=0.0, le=1.0, description="share of the loss against the target's distribution")
+    chunk_rows: int = Field(2048, ge=1, description="block rows whose logits exist at once")
+
+
+class OptimConfig(Strict):
+    """AdamW with fp32 masters, warm-up and cosine."""
+
+    lr: float = Field(6e-4, gt=0.0)
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    warmup_ratio: float = Field(0.04, ge=0.0, le=1.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0.0)
+    ema: float = Field(0.0, ge=0.0, lt=1.0, description="decay of a running average of the weights; 0: none")
+
+
+class TrainConfig(Strict):
+    """How a drafter is trained; one recipe file is one of these."""
+
+    target: str
+    seed: int = 0
+    steps: int = Field(1000, ge=1)
+    batch_size: int = Field(4, ge=1, description="sequences a step")
+    anchors: int = Field(64, ge=1, description="blocks per sequence")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    data: DataConfig
+    features: FeatureConfig = FeatureConfig()
+    drafter: DraftShape = DraftShape()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    checkpoint_steps: int = Field(200, ge=1)
+    checkpoint_minutes: float = Field(5.0, gt=0.0)
+    eval_steps: int = Field(500, ge=1, description="steps between measurements of the real acceptance length")
+    eval_prompts: int = Field(8, ge=0)
+    eval_max_tokens: int = Field(96, ge=1)
+    log_steps: int = Field(10, ge=1)
+    tensorboard: bool = False
+
+
+def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...] = ()) -> ConfigT:
+    """Read YAML or JSON, apply `section.key=value` overrides (values are YAML), check everything.
+
+    Raises `ConfigError` for a missing or unreadable file, a malformed override, or a bad setting.
+    """
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected settings, found {type(values).__name__}")
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"override '{override}': write section.key=value")
+        parts = key.split(".")
+        node = values
+        for part in parts[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override '{override}': '{part}' is not a section")
+        node[parts[-1]] = yaml.safe_load(text)
+    return cls.parse(values, str(path))
+
+
+def dump_json(config: Strict) -> str:
+    """Settings as JSON text, every key written out."""
+    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"

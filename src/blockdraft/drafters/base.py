@@ -1,0 +1,55 @@
+"""The drafter: proposes tokens that the target then checks.
+
+One protocol for every kind of drafter, so that the engine has one loop.
+Letters: B rows, S tokens just committed, T taps, D hidden width, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens [B, K] for the positions after the anchors; confidence [B, K] is the draft's probability."""
+
+    tokens: Tensor
+    confidence: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """What the engine asks of a drafter.  State is a value that the engine holds and passes back."""
+
+    name: str
+    tap_ids: tuple[int, ...]
+    block_size: int
+    max_drafts: int
+
+    def new_state(self, slots: int, capacity: int) -> Any:
+        """Empty state for so many requests of so many tokens."""
+        ...
+
+    def reset(self, state: Any, row: int) -> None:
+        """Forget a row: its slot goes to another request."""
+        ...
+
+    def observe(
+        self, state: Any, rows: Sequence[int], tokens: Tensor, taps: Tensor | None, counts: Sequence[int]
+    ) -> None:
+        """Take in committed tokens: the first counts[b] of tokens [B, S] with their taps [B, S, T, D].
+
+        They follow the row's earlier ones without a gap.  The anchor is not among them: its taps do not
+        exist until the target has seen it.
+        """
+        ...
+
+    def propose(self, state: Any, rows: Sequence[int], anchors: Tensor) -> Proposal:
+        """Draft the tokens that follow anchors [B].
+
+        The anchor of a row stands at position (tokens observed so far); nothing is committed by this call.
+        """
+        ...
