@@ -146,7 +146,7 @@ class DataConfig(Strict):
     """What a drafter learns from."""
 
     files: tuple[str, ...] = Field(min_length=1, description="JSONL files of chats, or of prompt/response pairs")
-    held_out: int = Field(24, ge=0, description="samples taken out for the acceptance check, chosen by seed")
+    held_out: float = Field(0.02, ge=0.0, lt=1.0, description="share of the prompts kept for the acceptance check")
     max_length: int = Field(1024, ge=16)
     min_answer_tokens: int = Field(16, ge=1, description="shorter answers are left out")
     limit: int | None = Field(None, ge=1)
@@ -174,8 +174,12 @@ class DraftShape(Strict):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = None
     anchor_drafts: bool = False
-    draft_vocab_size: int | None = Field(None, description="most frequent answer tokens kept in the draft head")
+    draft_vocab_size: int | None = Field(None, description="most frequent tokens of the data kept in the draft head")
     init: Literal["random", "target"] = Field("random", description="target: layers start as copies of target layers")
+    fusion_init: Literal["random", "whitened"] = Field(
+        "random", description="whitened: taps enter centred and scaled by what they are on the training answers"
+    )
+    warm_start: str | None = Field(None, description="folder of a trained drafter whose weights the run starts from")
 
 
 class LossConfig(Strict):
@@ -187,8 +191,9 @@ class LossConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """AdamW with fp32 masters, warm-up and cosine."""
+    """The optimiser, with fp32 masters, warm-up and cosine."""
 
+    name: Literal["adamw", "muon"] = Field("adamw", description="muon: for the matrices; AdamW for the rest")
     lr: float = Field(6e-4, gt=0.0)
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     warmup_ratio: float = Field(0.04, ge=0.0, le=1.0)

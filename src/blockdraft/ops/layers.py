@@ -1,0 +1,146 @@
+"""The small parts of a transformer layer, and linear layers packed for a few rows on the CPU.
+
+Letters: D hidden width, E head width, I intermediate width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)): [..., D] -> [..., D]."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, float]:
+    """Inverse frequencies [E/2] and the factor on rotated vectors, for plain, linear, Llama-3 and YaRN rotary.
+
+    `scaling` has Hugging Face's keys.  ValueError: a type that is not known here.
+    """
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
+    if scaling is None or kind == "default":
+        return inverse, 1.0
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"rope_scaling type '{kind}' is not supported (default, linear, llama3, yarn)")
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return inverse / factor, 1.0
+    original = float(scaling["original_max_position_embeddings"])
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        turns = original * inverse / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return inverse * (kept + (1.0 - kept) / factor), 1.0
+
+    def dimension(rotations: float) -> float:  # YaRN: where a pair turns this often over the original context
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    start = max(math.floor(dimension(float(scaling.get("beta_fast", 32)))), 0)
+    end = min(math.ceil(dimension(float(scaling.get("beta_slow", 1)))), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - start) / max(end - start, 1e-3)
+    scaled = ramp.clamp(0.0, 1.0)
+    magnitude = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1.0
+    return inverse * (1.0 - scaled) + inverse / factor * scaled, float(magnitude)
+
+
+def rotary_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., 1, E] for positions [...]; the 1 stands for the heads."""
+    angles = positions.to(torch.float32)[..., None, None] * inverse
+    angles = torch.cat([angles, angles], dim=-1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding, halves convention: x [..., heads, E]."""
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in oneDNN's blocked layout: fp32, CPU, inference only.
+
+    Reading the weights is nearly all the cost of a few rows, so eight rows cost little more than one.  The
+    result of a row has the same bits whatever the number of rows, from `min_rows` rows on; fewer are
+    padded up to it, so that verifying drafts gives what plain decoding gives, bit for bit.
+    """
+
+    # The rows that the layout is made for; measured best for 1 to 32 rows, and invariant from 8 on everywhere.
+    LAYOUT_ROWS = 8
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, min_rows: int | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        dense = weight.detach().contiguous()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(dense, self.LAYOUT_ROWS)
+        self.bias = None if bias is None else bias.detach()
+        self.min_rows = 1
+        self.min_rows = self._invariant_from() if min_rows is None else min_rows
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [out, in], unpacked anew at each call."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        rows = flat.shape[0]
+        if rows < self.min_rows:
+            flat = F.pad(flat, (0, 0, 0, self.min_rows - rows))
+        y = torch.ops.mkldnn._linear_pointwise(flat.contiguous(), self.packed, self.bias, "none", [], "")
+        return y[:rows].view(*x.shape[:-1], self.out_features)
+
+    def _invariant_from(self) -> int:
+        """The fewest rows from which on a row's bits no longer depend on the number of rows."""
+        probe = torch.randn(65, self.in_features, generator=torch.Generator().manual_seed(0))
+        reference = self(probe[:8])
+        results = {rows: self(probe[:rows]) for rows in (1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 65)}
+        lowest = 8
+        for rows in (7, 5, 4, 3, 2, 1):
+            if not torch.equal(results[rows], reference[:rows]):
+                break
+            lowest = rows
+        return lowest
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Swap every fp32 CPU `nn.Linear` below `module` for a packed one, in place; gradients end here."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    probed: dict[tuple[int, int], int] = {}
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            weight = getattr(child, "weight", None)
+            if type(child) is not nn.Linear or weight.dtype != torch.float32 or weight.device.type != "cpu":
+                continue
+            shape = (child.out_features, child.in_features)
+            packed = PackedLinear(weight, child.bias, probed.get(shape))
+            probed[shape] = packed.min_rows
+            setattr(parent, name, packed)
