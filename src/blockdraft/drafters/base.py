@@ -10,7 +10,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+
+class TargetFacts(Protocol):
+    """What a drafter must know of its target to fit it; a target's `info` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Lender(Protocol):
+    """What a drafter borrows from its target: input embeddings and output projection, both frozen."""
+
+    @property
+    def info(self) -> TargetFacts: ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Raw input embeddings: [...] -> [..., D]."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output projection alone: [..., D] -> [..., V]."""
+        ...
+
+    def head_rows(self, ids: Tensor | None = None) -> Tensor:
+        """Rows of the output projection's weight: [V', D]."""
+        ...
 
 
 @dataclass(frozen=True)

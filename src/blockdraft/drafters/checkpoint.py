@@ -1,0 +1,212 @@
+"""The canonical folder of a drafter: config.json, model.safetensors and provenance.json.
+
+The layout is the published one, which SGLang and vLLM load for DFlash; tensor names carry no prefix, and the
+target's embedding and head are not among them.  A reduced draft head adds `d2t` [V']: target id minus draft id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockdraft.config import ConfigError, DrafterConfig
+from blockdraft.drafters.base import Lender
+from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.ops.layers import pack_linears
+
+ARCHITECTURE = "DFlashDraftModel"
+
+
+def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """The papers' rule: evenly spread from layer 1 to the third from last; one tap takes the middle layer."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    last = num_target_layers - 3
+    taps = tuple(round(1 + i * (last - 1) / (count - 1)) for i in range(count))
+    if len(set(taps)) != count or last < 1:
+        raise ConfigError(f"a target of {num_target_layers} layers has no room for {count} distinct taps")
+    return taps
+
+
+def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The published config.json of a drafter; every layer type and causality is written out."""
+    layer_types = list(config.layer_types or ("full_attention",) * config.num_layers)
+    dflash: dict[str, Any] = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.tap_ids),
+        "sample_from_anchor": config.anchor_drafts,
+    }
+    if config.is_causal is not None:
+        dflash["causal"] = config.is_causal
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": dflash,
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": config.attention_bias,
+        "layer_types": layer_types,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": "sliding_attention" in layer_types,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
+    """Read a published config.json; block size may stand at the top or in `dflash_config`.
+
+    Raises ConfigError for a missing key, and for activations that the layers do not have.
+    """
+    dflash = values.get("dflash_config") or {}
+    merged = {**dflash, **values}
+
+    def need(key: str) -> Any:
+        if merged.get(key) is None:
+            raise ConfigError(f"{where}: '{key}' is missing; is this a DFlash drafter?")
+        return merged[key]
+
+    if ARCHITECTURE not in values.get("architectures", []):
+        raise ConfigError(f"{where}: architectures {values.get('architectures')} is not a drafter ({ARCHITECTURE})")
+    if merged.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act '{merged['hidden_act']}' is not supported (silu)")
+    layer_types = tuple(merged.get("layer_types") or ())
+    rope = merged.get("rope_parameters") or {}
+    return DrafterConfig.parse(
+        {
+            "hidden_size": need("hidden_size"),
+            "num_layers": need("num_hidden_layers"),
+            "num_heads": need("num_attention_heads"),
+            "num_kv_heads": need("num_key_value_heads"),
+            "head_dim": need("head_dim"),
+            "intermediate_size": need("intermediate_size"),
+            "vocab_size": need("vocab_size"),
+            "block_size": need("block_size"),
+            "mask_token_id": need("mask_token_id"),
+            "tap_ids": tuple(need("target_layer_ids")),
+            "num_target_layers": need("num_target_layers"),
+            "rms_norm_eps": need("rms_norm_eps"),
+            "rope_theta": merged["rope_theta"] if merged.get("rope_theta") is not None else rope.get("rope_theta"),
+            "rope_scaling": merged.get("rope_scaling"),
+            "max_position_embeddings": need("max_position_embeddings"),
+            "attention_bias": bool(merged.get("attention_bias")),
+            "layer_types": layer_types,
+            "sliding_window": merged.get("sliding_window") if "sliding_attention" in layer_types else None,
+            "is_causal": merged.get("is_causal", merged.get("causal")),
+            "anchor_drafts": bool(merged.get("sample_from_anchor")),
+            "draft_vocab_size": merged.get("draft_vocab_size"),
+        },
+        where,
+    )
+
+
+def save_drafter(
+    folder: str | Path,
+    model: BlockModel,
+    draft_ids: Tensor | None,
+    provenance: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a drafter folder whole or not at all: a temporary name, then moved; an older one is replaced."""
+    folder = Path(folder)
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    if draft_ids is not None:
+        tensors["d2t"] = draft_ids.cpu() - torch.arange(len(draft_ids))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(config_to_json(model.config, dtype), indent=2) + "\n")
+        (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+        temporary.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            os.replace(folder, old / "folder")
+            os.replace(temporary, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_model(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[BlockModel, Tensor | None]:
+    """A drafter's weights and the target ids of its reduced head, if it has one.
+
+    Raises ConfigError for anything missing, unknown or misshapen, by name.
+    """
+    folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder}: no {name} here; a drafter is a folder with config.json and model.safetensors")
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors", device="cpu")
+    except (json.JSONDecodeError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: not readable: {error}") from None
+    config = config_from_json(values, str(folder / "config.json"))
+    draft_ids = _draft_ids(tensors.pop("d2t", None), config, folder)
+    model = BlockModel(config)
+    _check_tensors(tensors, {name: tuple(value.shape) for name, value in model.state_dict().items()}, folder)
+    model.load_state_dict(tensors)
+    for parameter in model.parameters():  # not the rotary frequencies: they stay in fp32
+        parameter.data = parameter.data.to(dtype)
+    model = model.to(device).eval().requires_grad_(False)
+    return model, None if draft_ids is None else draft_ids.to(device)
+
+
+def load_drafter(folder: str | Path, target: Lender) -> BlockDrafter:
+    """A drafter ready to draft for `target`, its linear layers packed where that pays."""
+    model, draft_ids = load_model(folder, target.info.dtype, target.info.device)
+    pack_linears(model)
+    return BlockDrafter(model, target, draft_ids, name=Path(folder).name)
+
+
+def _draft_ids(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor | None:
+    if (offsets is None) != (config.draft_vocab_size is None):
+        found = "has" if offsets is not None else "lacks"
+        wanted = config.draft_vocab_size
+        raise ConfigError(f"{folder}: draft_vocab_size is {wanted}, but model.safetensors {found} 'd2t'")
+    if offsets is None:
+        return None
+    if offsets.shape != (config.draft_vocab_size,):
+        raise ConfigError(f"{folder}: 'd2t' is {list(offsets.shape)}, expected [{config.draft_vocab_size}]")
+    ids = offsets + torch.arange(len(offsets))
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) != len(ids):
+        raise ConfigError(f"{folder}: 'd2t' does not map to distinct ids of a vocabulary of {config.vocab_size}")
+    return ids
+
+
+def _check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], folder: Path) -> None:
+    missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    for problem, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            raise ConfigError(f"{folder}: model.safetensors {problem} tensor '{min(names)}' ({len(names)} in all)")
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ConfigError(f"{folder}: tensor '{name}' is {list(tensors[name].shape)}, expected {list(shape)}")
