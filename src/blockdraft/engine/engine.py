@@ -1,0 +1,134 @@
+"""The engine: requests in any number and at any time, slots for those that run, and one loop for all of them."""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from blockdraft.config import EngineConfig, SamplingParams
+from blockdraft.drafters.base import Drafter
+from blockdraft.engine.request import Request, RequestStats
+from blockdraft.engine.step import Pair, prefill, speculate
+from blockdraft.ops.sampling import ChoiceState
+from blockdraft.targets.base import Target
+from blockdraft.text import TextOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Engine:
+    """Generates with a target and, unless `drafter` is None, a drafter.
+
+    A request's answer does not depend on the requests beside it, nor on when it was added.  `stats` sums
+    up the finished requests.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.capacity = min(config.capacity, target.info.max_context)
+        state = drafter.new_state(config.slots, self.capacity) if drafter is not None else None
+        self.pair = Pair(target, target.new_cache(config.slots, self.capacity), drafter, state)
+        proposed = drafter.max_drafts if drafter is not None else 0
+        self.verify_limit = proposed if config.verify_width is None else min(config.verify_width, proposed)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.free_slots = list(range(config.slots))
+        self.stats = RequestStats()
+        self._added = 0
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """Queue a request.
+
+        Raises ValueError if the prompt is empty, holds unknown ids or leaves no room for an answer, if a
+        biased token is unknown, or if stop strings are asked of an engine without a tokenizer.
+        """
+        info = self.target.info
+        if not prompt_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if not all(0 <= token < info.vocab_size for token in (*prompt_ids, *params.logit_bias)):
+            raise ValueError(f"token ids of prompt and logit_bias must lie in 0..{info.vocab_size - 1}")
+        if len(prompt_ids) >= self.capacity:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens does not fit a context of {self.capacity}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass one to the engine, or use stop_token_ids")
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{self._added}",
+            prompt_ids=list(prompt_ids),
+            params=params,
+            seed=seed,
+            max_tokens=min(params.max_tokens, self.capacity - len(prompt_ids)),
+            stop_ids=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else info.eos_token_ids),
+            choice=ChoiceState(params, seed, prompt_ids, info.vocab_size, info.device),
+            output=TextOutput(self.tokenizer, params.stop) if self.tokenizer is not None else None,
+        )
+        self._added += 1
+        self.waiting.append(request)
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Request]:
+        """Admit what fits, then one round for all that run; returns the requests that have new tokens."""
+        # Set each time, so that engines may share a target.
+        self.target.set_taps(self.drafter.tap_ids if self.drafter is not None else ())
+        admitted = self._admit()
+        advanced = list(self.running)
+        if advanced:
+            for request, verdict in zip(advanced, speculate(self.pair, advanced, self.verify_limit), strict=True):
+                kept = request.emit(verdict.tokens, verdict.num_accepted)
+                request.stats.count(verdict.width, verdict.num_accepted, kept, request.done)
+                if request.done:
+                    self._release(request)
+        return advanced + [request for request in admitted if request not in advanced]
+
+    def run(self) -> list[Request]:
+        """Step until nothing is left; returns the requests in the order in which they finished."""
+        finished = []
+        while self.has_work:
+            finished += [request for request in self.step() if request.done]
+        return finished
+
+    def abort(self, request: Request) -> None:
+        """Stop a request that is no longer wanted and free its slot; nothing happens if it is done."""
+        if request.done:
+            return
+        request.aborted = True
+        if request in self.running:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    def _admit(self) -> list[Request]:
+        admitted = []
+        while self.waiting and self.free_slots:
+            request = self.waiting.popleft()
+            request.slot = heapq.heappop(self.free_slots)
+            self.running.append(request)
+            admitted.append(request)
+            request.emit([prefill(self.pair, request)], num_drafted=0)
+            if request.done:
+                self._release(request)
+        self.running.sort(key=lambda request: request.slot if request.slot is not None else -1)
+        return admitted
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        self.running.remove(request)
+        heapq.heappush(self.free_slots, request.slot)
+        request.slot = None
+        if not request.aborted:
+            self.stats.add(request.stats)

@@ -1,0 +1,141 @@
+"""One request: what was asked, what has been answered, and how the drafts fared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from blockdraft.config import SamplingParams
+from blockdraft.ops.sampling import ChoiceState
+from blockdraft.text import TextOutput
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class RequestStats:
+    """Counts over verify passes.  Nothing behind the cut of an answer is in any of them.
+
+    The first token of an answer comes from the prompt's own pass, so it belongs to no round.
+    """
+
+    rounds: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens emitted per verify pass, the target's own included; 0 without a pass."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts / verified drafts; 0 if none was verified."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def count(self, width: int, num_accepted: int, kept: int, done: bool) -> None:
+        """Note a round that verified `width` drafts and accepted some; `kept` of its tokens were emitted.
+
+        In a round that ends the answer (`done`), drafts behind the last kept token do not count.
+        """
+        accepted = min(num_accepted, kept)
+        self.rounds += 1
+        self.emitted += kept
+        self.accepted += accepted
+        self.drafted += min(width, kept) if done else width
+        self.accepted_by_position.extend([0] * (accepted - len(self.accepted_by_position)))
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
+
+    def add(self, other: RequestStats) -> None:
+        """Take in the counts of another request."""
+        self.rounds += other.rounds
+        self.emitted += other.emitted
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        missing = len(other.accepted_by_position) - len(self.accepted_by_position)
+        self.accepted_by_position.extend([0] * missing)
+        for position, count in enumerate(other.accepted_by_position):
+            self.accepted_by_position[position] += count
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that became certain with one token, and whether the drafter had that token right."""
+
+    text: str
+    drafted: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one request; the engine alone changes it.
+
+    `max_tokens` is the parameter's, or what the context leaves.  `output_ids` includes a stop token that
+    ended the answer; `output` (None: the engine has no tokenizer) does not.  `pieces` are the parts of
+    the text, none of them empty.  `slot` is set while the request runs.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    choice: ChoiceState
+    output: TextOutput | None
+    output_ids: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    aborted: bool = False
+    slot: int | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def anchor(self) -> int:
+        """The last committed token, which the target has not read yet."""
+        return self.output_ids[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_tokens - len(self.output_ids)
+
+    @property
+    def done(self) -> bool:
+        """Whether no token will follow."""
+        return self.aborted or self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far; empty if the engine has no tokenizer."""
+        return self.output.text if self.output is not None else ""
+
+    def emit(self, tokens: Sequence[int], num_drafted: int) -> int:
+        """Append tokens, the first `num_drafted` of them drafts, up to one that ends the answer; returns how many."""
+        kept = 0
+        for token in tokens:
+            self.output_ids.append(token)
+            kept += 1
+            self._advance(token, drafted=kept <= num_drafted)
+            if self.done:
+                break
+        self.choice.commit(tokens[:kept])
+        return kept
+
+    def _advance(self, token: int, drafted: bool) -> None:
+        text = ""
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif self.output is not None:
+            text = self.output.push(token)
+            self.finish_reason = "stop" if self.output.stopped else None
+        if self.finish_reason is None and self.remaining == 0:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and self.output is not None:
+            text += self.output.finish()
+        if text:
+            self.pieces.append(Piece(text, drafted))

@@ -1,0 +1,169 @@
+"""Random cases for the promise that drafts change nothing: references decoded alone, and mixes of them to run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from fakes import ByteTokenizer, OracleDrafter, UnrelatedDrafter
+from oracles import check_stats, slow_stop
+from tiny import EOS, VOCAB, tiny_target
+
+from blockdraft.config import DrafterConfig, EngineConfig, SamplingParams
+from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import Request
+from blockdraft.targets.base import Target
+
+KINDS = ("llama", "qwen3")
+DRAFTERS = ("unrelated", "wrong", "right", "mixed", "block")
+LAYERS = 2  # of a target
+LENGTH = 28  # tokens of a reference
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "logit_bias": {5: 2.0, EOS: 3.0}},
+    {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": -0.3},
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A request without stops, and what plain decoding answers to it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    answer: list[int]
+
+
+@cache
+def target(kind: str) -> Target:
+    return tiny_target(kind, num_hidden_layers=LAYERS)
+
+
+@cache
+def references(kind: str) -> list[Reference]:
+    rng = random.Random(kind)
+    found = []
+    for index in range(3 * len(SETTINGS)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 9, 40, 63)))]
+        values = {"max_tokens": LENGTH, "ignore_eos": True, "seed": rng.randrange(2**40), **SETTINGS[index % 7]}
+        params = SamplingParams.parse(values)
+        engine = Engine(target(kind), None, EngineConfig(capacity=128))
+        request = engine.add(prompt, params)
+        engine.run()
+        found.append(Reference(prompt, params, request.output_ids))
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests with what is expected of them, the drafter and the engine they meet."""
+
+    kind: str
+    drafter: str
+    max_drafts: int
+    config: EngineConfig
+    seed: int
+    requests: list[tuple[Reference, SamplingParams, list[int], str, str]]
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    kind = KINDS[seed % 2]
+    chosen = rng.sample(references(kind), rng.randint(1, 5))
+    width, capacity = rng.choice((None, None, 0, 1, 3)), rng.choice((80, 100, 200))
+    return Case(
+        kind,
+        drafter=DRAFTERS[seed // 2 % len(DRAFTERS)],
+        max_drafts=rng.randint(2, 16) - 1,
+        config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width),
+        seed=seed,
+        requests=[(reference, *shorten(reference, capacity, rng)) for reference in chosen],
+    )
+
+
+def shorten(reference: Reference, capacity: int, rng: random.Random) -> tuple[SamplingParams, list[int], str, str]:
+    """Limits and stops for a reference, and the ids, finish reason and text that they leave of it."""
+    answer = reference.answer
+    values: dict[str, Any] = {"max_tokens": rng.choice((1, 2, rng.randint(3, LENGTH), LENGTH))}
+    values["ignore_eos"] = rng.random() < 0.5
+    if rng.random() < 0.3:
+        values["stop_token_ids"] = (answer[rng.randrange(LENGTH)], rng.randrange(VOCAB))
+    if rng.random() < 0.3:
+        at, size = rng.randrange(LENGTH - 3), rng.randint(1, 3)
+        values["stop"] = (bytes(answer[at : at + size]).decode(), "never there")
+    params = SamplingParams.parse({**reference.params.model_dump(), **values})
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    limit = min(params.max_tokens, capacity - len(reference.prompt))
+    for count in range(1, limit + 1):
+        text = bytes(token for token in answer[: count - 1]).decode()
+        if answer[count - 1] in stop_ids:
+            return params, answer[:count], "stop", text
+        text, hit = slow_stop(bytes(answer[:count]).decode(), list(params.stop))
+        if hit:
+            return params, answer[:count], "stop", text
+    return params, answer[:limit], "length", text
+
+
+def make_drafter(case: Case) -> Drafter:
+    if case.drafter == "block":
+        return block_drafter(case.kind, case.max_drafts + 1)
+    if case.drafter == "unrelated":
+        return UnrelatedDrafter(case.max_drafts, VOCAB, case.seed)
+    spoil = {
+        "right": [False],
+        "wrong": [True],
+        "mixed": [random.Random(case.seed + k).random() < 0.3 for k in range(37)],
+    }
+    known = [reference.prompt + reference.answer for reference, *_ in case.requests]
+    return OracleDrafter(case.max_drafts, VOCAB, known, spoil[case.drafter])
+
+
+def block_drafter(kind: str, block_size: int) -> BlockDrafter:
+    """A real block drafter with random weights."""
+    config = DrafterConfig(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        vocab_size=VOCAB,
+        block_size=block_size,
+        mask_token_id=VOCAB - 1,
+        tap_ids=(0, 1),
+        num_target_layers=LAYERS,
+    )
+    torch.manual_seed(block_size)
+    return BlockDrafter(BlockModel(config).eval(), target(kind))
+
+
+def run_case(case: Case) -> list[Request]:
+    """Run a case with its requests admitted in random order at random times; assert all that is promised."""
+    rng = random.Random(case.seed)
+    tokenizer = ByteTokenizer()
+    engine = Engine(target(case.kind), make_drafter(case), case.config, tokenizer)  # type: ignore[arg-type]
+    order = list(range(len(case.requests)))
+    rng.shuffle(order)
+    running: dict[int, Request] = {}
+    while order or engine.has_work:
+        while order and (not engine.has_work or rng.random() < 0.4):
+            index = order.pop()
+            reference, params, *_ = case.requests[index]
+            running[index] = engine.add(reference.prompt, params)
+        engine.step()
+    for index, (_, params, ids, reason, text) in enumerate(case.requests):
+        request = running[index]
+        assert request.output_ids == ids, f"case {case.seed}, request {index}: not the target's own answer"
+        assert (request.finish_reason, request.text) == (reason, text)
+        assert len(request.output_ids) <= params.max_tokens
+        check_stats(request)
+    return list(running.values())

@@ -1,0 +1,198 @@
+"""The engine's promises one by one, on a target whose every answer can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
+from oracles import by_hand, check_stats
+
+from blockdraft.config import EngineConfig, SamplingParams
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import RequestStats
+
+
+def test_plain_decoding_is_decoding_by_hand() -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine = Engine(target, None, EngineConfig())
+    request = engine.add([3, 4, 5], params)
+    assert engine.run() == [request]
+    assert request.output_ids == by_hand(target, [3, 4, 5], params)
+    assert request.finish_reason == "length" and request.stats.tau == 1.0 and request.stats.drafted == 0
+    assert target.passes == 40
+    check_stats(request)
+
+
+@pytest.mark.parametrize("width", [None, 3, 0])
+def test_a_perfect_drafter_saves_passes_and_changes_nothing(width: int | None) -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=41, ignore_eos=True)
+    answer = by_hand(target, [3, 4, 5], params)
+    drafter = OracleDrafter(7, 61, [[3, 4, 5, *answer]])
+    engine = Engine(target, drafter, EngineConfig(verify_width=width))
+    request = engine.add([3, 4, 5], params)
+    engine.run()
+    assert request.output_ids == answer
+    per_round = (7 if width is None else width) + 1
+    assert request.stats.rounds == -(-40 // per_round) and request.stats.emitted == 40
+    assert request.stats.tau == 40 / request.stats.rounds
+    assert target.passes == request.stats.rounds + 1
+    check_stats(request)
+
+
+def test_a_batch_admitted_late_and_out_of_order_answers_as_if_alone() -> None:
+    target = HashTarget()
+    params = [SamplingParams(max_tokens=n, seed=n, temperature=0.8 * (n % 2)) for n in (5, 30, 17, 1, 23)]
+    prompts = [[7], [1, 2, 3, 4], [9, 9], [8, 1, 1], [5, 4, 3, 2, 1, 2]]
+    alone = [by_hand(target, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    engine = Engine(target, UnrelatedDrafter(5, 61), EngineConfig(slots=2))
+    requests = {}
+    for index in (3, 1, 0):
+        requests[index] = engine.add(prompts[index], params[index])
+    engine.step()
+    for index in (4, 2):
+        requests[index] = engine.add(prompts[index], params[index])
+    assert len(engine.run()) + requests[3].done == 5
+    for index, request in requests.items():
+        assert request.output_ids == alone[index]
+        check_stats(request)
+
+
+def test_a_stop_inside_a_block_ends_answer_and_counts() -> None:
+    target = HashTarget()
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    answer = by_hand(target, [3, 4, 5], free)
+    stop = answer[12]
+    end = answer.index(stop) + 1
+    assert end % 8 not in (0, 1), "the stop must fall inside a block"
+    drafter = OracleDrafter(7, 61, [[3, 4, 5, *answer]])
+    engine = Engine(target, drafter, EngineConfig())
+    request = engine.add([3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,)))
+    engine.run()
+    assert request.output_ids == answer[:end] and request.finish_reason == "stop"
+    assert request.stats.emitted == end - 1 and request.stats.accepted == request.stats.drafted
+    assert request.stats.emitted == request.stats.accepted + request.stats.rounds - 1
+    check_stats(request)
+
+
+def test_max_tokens_is_exact_and_nothing_is_verified_beyond_it() -> None:
+    target = HashTarget()
+    for max_tokens in range(1, 20):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        answer = by_hand(target, [3], params)
+        engine = Engine(target, OracleDrafter(7, 61, [[3, *answer]]), EngineConfig())
+        request = engine.add([3], params)
+        engine.run()
+        assert request.output_ids == answer and len(answer) == max_tokens
+        assert request.finish_reason == "length"
+        assert request.stats.drafted == request.stats.accepted == max_tokens - 1 - request.stats.rounds
+        assert (
+            len(target.contexts[engine.pair.cache][0]) == max_tokens
+        )  # the prompt's token, and all but the last of the answer
+
+
+def test_the_context_limit_caps_the_answer_and_refuses_a_prompt() -> None:
+    target = HashTarget(max_context=20)
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    answers = [by_hand(target, prompt, long, capacity=20) for prompt in ([1] * 12, [2] * 3)]
+    assert len(answers[0]) == 8
+    drafter = OracleDrafter(7, 61, [[1] * 12 + answers[0], [2] * 3 + answers[1]])
+    engine = Engine(target, drafter, EngineConfig(slots=2, capacity=4096))
+    requests = [engine.add([1] * 12, long), engine.add([2] * 3, long)]
+    engine.run()
+    assert [request.output_ids for request in requests] == answers
+    assert {request.finish_reason for request in requests} == {"length"}
+    with pytest.raises(ValueError, match="20 tokens does not fit a context of 20"):
+        engine.add([1] * 20, long)
+
+
+def test_mistakes_are_one_clear_line() -> None:
+    engine = Engine(HashTarget(), None, EngineConfig())
+    for prompt, params, message in [
+        ([], SamplingParams(), "empty"),
+        ([61], SamplingParams(), r"0\.\.60"),
+        ([1], SamplingParams(logit_bias={99: 1.0}), r"0\.\.60"),
+        ([1], SamplingParams(stop=("x",)), "tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            engine.add(prompt, params)
+        assert "\n" not in str(error.value)
+    assert not engine.has_work
+
+
+def test_abort_frees_the_slot_and_leaves_the_others_alone() -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine = Engine(target, UnrelatedDrafter(3, 61), EngineConfig(slots=1))
+    first, second, third = (engine.add([n], params) for n in (1, 2, 3))
+    engine.step()
+    engine.abort(first)
+    engine.abort(second)
+    engine.abort(second)
+    assert engine.run() == [third]
+    assert first.finish_reason is None and first.aborted and len(first.output_ids) < 30
+    assert third.output_ids == by_hand(target, [3], params)
+    assert engine.stats.emitted == 29 and not engine.has_work
+
+
+def test_engines_may_share_a_target() -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    engines = [Engine(target, drafter, EngineConfig()) for drafter in (None, UnrelatedDrafter(3, 61))]
+    requests = [engine.add([5], params) for engine in engines]
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            engine.step()  # the drafter asserts that it is given taps
+    assert [request.output_ids for request in requests] == [by_hand(target, [5], params)] * 2
+
+
+def test_a_stop_string_ends_the_text_but_not_the_ids() -> None:
+    target = HashTarget(vocab_size=258, eos_token_ids=(257,))
+    tokenizer = ByteTokenizer()
+    target.table[:, 128:] = -50.0  # ASCII only
+    free = SamplingParams(max_tokens=40)
+    answer = by_hand(target, [65], free)
+    text = bytes(answer).decode()
+    stop = text[10:13]
+    at = text.index(stop)
+    for drafter in (None, OracleDrafter(7, 258, [[65, *answer]])):
+        engine = Engine(target, drafter, EngineConfig(), tokenizer)  # type: ignore[arg-type]
+        request = engine.add([65], SamplingParams(max_tokens=40, stop=(stop,)))
+        engine.run()
+        assert request.text == text[:at]
+        assert request.output_ids == answer[: at + 3] and request.finish_reason == "stop"
+        check_stats(request)
+
+
+def test_the_end_token_is_among_the_ids_but_not_in_the_text() -> None:
+    target = HashTarget(vocab_size=258, eos_token_ids=(66,))
+    target.table[:, 67:] = -50.0
+    target.table[:, 66] += 4.0
+    engine = Engine(target, None, EngineConfig(), ByteTokenizer())  # type: ignore[arg-type]
+    request = engine.add([65], SamplingParams(max_tokens=400))
+    engine.run()
+    assert request.finish_reason == "stop" and request.output_ids[-1] == 66
+    assert request.text == bytes(request.output_ids[:-1]).decode()
+
+
+def test_a_seed_is_drawn_when_none_is_given() -> None:
+    engine = Engine(HashTarget(), None, EngineConfig(slots=8))
+    requests = [engine.add([1, 2], SamplingParams(temperature=1.0, max_tokens=20)) for _ in range(8)]
+    engine.run()
+    assert len({tuple(request.output_ids) for request in requests}) > 1
+
+
+def test_stats_add_up() -> None:
+    total = RequestStats()
+    total.add(RequestStats(2, 5, 6, 3, [2, 1]))
+    total.add(RequestStats(1, 4, 3, 3, [1, 1, 1]))
+    assert total == RequestStats(3, 9, 9, 6, [3, 2, 1]) and total.tau == 3.0
+    assert total.acceptance_rate == pytest.approx(6 / 9)
+
+
+def test_inference_mode_does_not_leak() -> None:
+    engine = Engine(HashTarget(), None, EngineConfig())
+    engine.add([1], SamplingParams(max_tokens=3, temperature=1.0))
+    engine.run()
+    assert not torch.is_inference_mode_enabled()
