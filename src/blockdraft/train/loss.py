@@ -1,0 +1,125 @@
+"""The loss over a block: cross-entropy to the answer's tokens, to the target's distribution, or a share of each.
+
+Letters: R rows that teach, V' head rows, M target ids with probability, K drafted tokens.
+
+Logits exist for a chunk of rows at a time: the gradient with respect to the hidden states is made in the same
+pass, so nothing of size [rows, V'] is kept, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import DrafterConfig, LossConfig
+from blockdraft.train.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's most probable tokens at each position of a sequence: ids and probabilities [B, S, M].
+
+    Row p is the distribution of the token at p, so it comes from the target's logits at p - 1.
+    """
+
+    ids: Tensor
+    probabilities: Tensor
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """The loss with its gradient, and what the drafts were like, by drafted token k = 1..K.
+
+    `accepted` sums over blocks the drafts before the first miss, so 1 + accepted / blocks is the acceptance
+    length an arg-max chain would have had at these anchors.
+    """
+
+    loss: Tensor
+    correct: Tensor  # [K] drafts equal to the answer's token
+    count: Tensor  # [K] drafts that had a label
+    accepted: float
+    blocks: int
+
+
+class _SparseCrossEntropy(torch.autograd.Function):
+    """sum_r sum_m -p[r, m] log softmax(h[r] W^T)[ids[r, m]] with hidden [R, D], weight [V', D], ids and p [R, M]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, p: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(hidden)
+        best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = (hidden[part] @ weight.T).float()
+            best[part] = logits.argmax(dim=-1)
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            mass = p[part].sum(dim=-1, keepdim=True)
+            total += (mass * log_sum).sum() - (p[part] * logits.gather(1, ids[part])).sum()
+            # d loss / d logits = mass * softmax - p, built in the logits' own memory
+            logits.sub_(log_sum).exp_().mul_(mass).scatter_add_(1, ids[part], -p[part])
+            gradient[part] = logits.to(hidden.dtype) @ weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(best)
+        return total, best
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None, None, None
+
+
+def block_loss(
+    hidden: Tensor,
+    blocks: Blocks,
+    head: Tensor,
+    draft_index: Tensor | None,
+    teacher: Teacher | None,
+    drafter: DrafterConfig,
+    config: LossConfig,
+) -> BlockLoss:
+    """sum(weight * CE) / sum(weight) over the rows that teach: hidden [B, A, Q, D], head [V', D].
+
+    draft_index [V] gives the head row of a target id, -1 where a reduced head cannot say it; such a label
+    counts as a miss and is not learned.  ValueError: soft labels are asked for and there is no teacher.
+    """
+    if config.soft_weight > 0 and teacher is None:
+        raise ValueError("loss.soft_weight > 0 needs soft labels: set features.teacher_top_k")
+    active = blocks.weights > 0
+    weights = blocks.weights[active]
+    rows = blocks.labels[active][:, None]
+    labels = rows if draft_index is None else draft_index[rows]
+    hard = torch.full_like(labels, 1.0 - config.soft_weight, dtype=torch.float32)
+    ids, p = labels, hard * (labels >= 0)
+    if config.soft_weight > 0 and teacher is not None:
+        soft_ids, soft = _teacher_rows(teacher, blocks, active, draft_index)
+        ids, p = torch.cat([ids, soft_ids], dim=1), torch.cat([p, config.soft_weight * soft], dim=1)
+    p = p * weights[:, None]
+    total, best = _SparseCrossEntropy.apply(hidden[active], head, ids.clamp(min=0), p, config.chunk_rows)
+    right = torch.zeros_like(active)
+    right[active] = best == labels[:, 0]
+    skip = drafter.block_size - drafter.max_drafts
+    right, active = right[..., skip:], active[..., skip:]
+    return BlockLoss(
+        loss=total / weights.sum().clamp(min=1e-6),
+        correct=right.flatten(0, 1).sum(dim=0),
+        count=active.flatten(0, 1).sum(dim=0),
+        accepted=float(right.int().cumprod(dim=-1).sum()),
+        blocks=int(active[..., 0].sum()),
+    )
+
+
+def _teacher_rows(
+    teacher: Teacher, blocks: Blocks, active: Tensor, draft_index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The teacher's ids and probabilities [R, M] at the labels' positions, scaled to one over what the head can say."""
+    sequence = torch.arange(active.shape[0], device=active.device)[:, None, None].expand_as(active)[active]
+    position = blocks.label_positions[active]
+    ids, p = teacher.ids[sequence, position].long(), teacher.probabilities[sequence, position].float()
+    if draft_index is not None:
+        ids = draft_index[ids]
+        p = p * (ids >= 0)
+    return ids, p / p.sum(dim=-1, keepdim=True).clamp(min=1e-6)

@@ -1,0 +1,59 @@
+"""From a recipe to a trained drafter: data, drafter, features, loop, in that order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from blockdraft.config import ConfigError, TrainConfig
+from blockdraft.train.chats import Tokenizer
+from blockdraft.train.data import Dataset, load_dataset
+from blockdraft.train.features import Features, OnlineFeatures
+from blockdraft.train.loop import Evaluate, TrainResult, train
+from blockdraft.train.progress import say
+from blockdraft.train.setup import Draft, Teachable, make_draft, whiten_fusion
+from blockdraft.train.shards import build_shards
+
+WHITENING_SAMPLES = 64
+
+
+def train_drafter(
+    config: TrainConfig,
+    target: Teachable,
+    tokenizer: Tokenizer,
+    folder: Path,
+    version: str,
+    evaluate: Evaluate | None,
+    resume: bool,
+    console: Console,
+) -> TrainResult:
+    """Train as the recipe says, into `folder`.
+
+    Raises ConfigError, DataError, FeatureError or TrainingError, each with one line.
+    """
+    if config.loss.soft_weight > 0 and config.features.teacher_top_k == 0:
+        raise ConfigError("loss.soft_weight > 0 needs soft labels: set features.teacher_top_k")
+    dataset = load_dataset(config.data, tokenizer, target.info.eos_token_ids, config.seed)
+    say(console, dataset.report.line(len(dataset.train) + len(dataset.held_out)))
+    if evaluate is not None and not dataset.held_out:
+        say(console, "no held-out prompts: the acceptance length will not be measured")
+    draft = make_draft(config.drafter, target, dataset, tokenizer, config.seed)
+    say(console, "drafter: " + ", ".join(f"{key} {value}" for key, value in draft.notes.items()))
+    features = open_features(config, target, draft, dataset, folder, console)
+    if config.drafter.fusion_init == "whitened" and config.drafter.warm_start is None:
+        whiten_fusion(draft.model, features, dataset.train[:WHITENING_SAMPLES], config.seed)
+    return train(
+        config, target, dataset, features, draft, folder, version, evaluate=evaluate, resume=resume, console=console
+    )
+
+
+def open_features(
+    config: TrainConfig, target: Teachable, draft: Draft, dataset: Dataset, folder: Path, console: Console
+) -> Features:
+    """The features that the recipe asks for; shards are made where they are missing."""
+    taps, top_k = draft.model.config.tap_ids, config.features.teacher_top_k
+    if config.features.mode == "online":
+        return OnlineFeatures(target, taps, top_k)
+    shards = Path(config.features.folder) if config.features.folder is not None else folder / "features"
+    return build_shards(target, taps, dataset.train, shards, top_k, config.features.batch_tokens, console)

@@ -1,0 +1,199 @@
+"""What a run needs before its first step: the drafter's shape, mask token, draft vocabulary and first weights.
+
+Letters: V vocabulary, V' draft vocabulary, D hidden width, T taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import ConfigError, DrafterConfig, DraftShape
+from blockdraft.drafters.block import BlockModel, initialise
+from blockdraft.drafters.checkpoint import default_taps, load_model
+from blockdraft.targets.base import Target
+from blockdraft.train.chats import Tokenizer
+from blockdraft.train.data import Dataset, Sample
+from blockdraft.train.features import Features
+
+
+class Teachable(Target, Protocol):
+    """A target that a drafter can be modelled on."""
+
+    def draft_defaults(self) -> dict[str, Any]:
+        """Heads, widths and rotary numbers of the target, under the names of `DrafterConfig`."""
+        ...
+
+    def layer_weights(self, layer: int) -> dict[str, Tensor]:
+        """One layer's weights by their usual names (`self_attn.q_proj.weight`, `mlp.up_proj.weight`, ...)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter about to be trained; notes go into its provenance."""
+
+    model: BlockModel
+    draft_ids: Tensor | None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def make_draft(shape: DraftShape, target: Teachable, dataset: Dataset, tokenizer: Tokenizer, seed: int) -> Draft:
+    """Everything from the recipe, the target and the data."""
+    samples = dataset.train + dataset.held_out
+    highest = max(int(sample.ids.max()) for sample in samples)
+    if highest >= target.info.vocab_size:
+        raise ConfigError(f"the data has token {highest}, beyond the vocabulary of '{target.info.name}'")
+    spare = spare_tokens(tokenizer, target.info.vocab_size, target.info.eos_token_ids)
+    mask_id = choose_mask_token(shape.mask_token_id, spare, samples, target.info.vocab_size)
+    config = drafter_config(shape, target, mask_id)
+    model = BlockModel(config)
+    initialise(model, seed)
+    if shape.warm_start is not None:
+        _copy_weights(model, load_model(shape.warm_start)[0], shape.warm_start)
+    elif shape.init == "target":
+        copy_target(model, target)
+    notes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "mask_token_id": mask_id}
+    draft_ids = None
+    if shape.draft_vocab_size is not None:
+        size, vocabulary = shape.draft_vocab_size, target.info.vocab_size
+        draft_ids, coverage = draft_vocabulary(dataset.train, size, vocabulary, target.info.eos_token_ids)
+        notes["draft_vocabulary_coverage"] = round(coverage, 6)
+    return Draft(model, draft_ids, notes)
+
+
+def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> DrafterConfig:
+    """The recipe's shape; what it leaves open is the target's."""
+    info, defaults = target.info, target.draft_defaults()
+    if shape.intermediate_size is not None:
+        defaults = {**defaults, "intermediate_size": shape.intermediate_size}
+    values = {
+        **defaults,
+        "hidden_size": info.hidden_size,
+        "vocab_size": info.vocab_size,
+        "num_target_layers": info.num_layers,
+        "num_layers": shape.num_layers,
+        "block_size": shape.block_size,
+        "mask_token_id": mask_token_id,
+        "tap_ids": shape.tap_ids or default_taps(info.num_layers, shape.num_taps),
+        "layer_types": shape.layer_types,
+        "sliding_window": shape.sliding_window,
+        "anchor_drafts": shape.anchor_drafts,
+        "draft_vocab_size": shape.draft_vocab_size,
+    }
+    return DrafterConfig.parse(values, "drafter")
+
+
+def spare_tokens(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> list[int]:
+    """Ids that never stand in text, best first: table rows that no token has, then special tokens without a duty."""
+    duties = set(eos_ids) | {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    template = tokenizer.chat_template or ""
+    special = [
+        token
+        for token, added in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)
+        if added.special and token not in duties and added.content not in template
+    ]
+    return [*range(len(tokenizer), vocab_size), *special]
+
+
+def choose_mask_token(wanted: int | None, spare: Sequence[int], samples: Sequence[Sample], vocab_size: int) -> int:
+    """The token that stands for "not known yet": it must never occur in the data.  Raises ConfigError."""
+    used = count_tokens((sample.ids for sample in samples), vocab_size) > 0
+    if wanted is not None:
+        if not 0 <= wanted < vocab_size:
+            raise ConfigError(f"drafter.mask_token_id={wanted} is outside the vocabulary of {vocab_size}")
+        if used[wanted]:
+            raise ConfigError(f"drafter.mask_token_id={wanted} occurs in the training data; choose an unused token")
+        return wanted
+    for token in spare:
+        if 0 <= token < vocab_size and not used[token]:
+            return token
+    raise ConfigError("no reserved token is unused in the data: set drafter.mask_token_id")
+
+
+def draft_vocabulary(
+    samples: Sequence[Sample], size: int, vocab_size: int, eos_ids: Sequence[int]
+) -> tuple[Tensor, float]:
+    """The `size` most frequent tokens with every end token, ascending [V'], and the share of the answers they cover.
+
+    Prompts are counted too: names and numbers of a question come back in its answer.
+    """
+    if not len(eos_ids) < size <= vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size={size} must lie in {len(eos_ids) + 1}..{vocab_size}")
+    ranked = count_tokens((sample.ids for sample in samples), vocab_size)
+    ranked[list(eos_ids)] = ranked.sum() + 1  # ahead of all
+    kept = ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    answers = count_tokens((sample.ids[sample.loss_mask] for sample in samples), vocab_size)
+    return kept, float(answers[kept].sum() / answers.sum())
+
+
+def count_tokens(parts: Any, vocab_size: int) -> Tensor:
+    """How often each id occurs: [V]."""
+    return torch.cat([part.flatten() for part in parts]).bincount(minlength=vocab_size)
+
+
+def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Target id -> row of the draft head, -1 where there is none: [V]."""
+    if draft_ids is None:
+        return None
+    index = torch.full((vocab_size,), -1, dtype=torch.long)
+    index[draft_ids] = torch.arange(len(draft_ids))
+    return index
+
+
+def inherited_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """The target layers that draft layers start from: those that read the default taps."""
+    return tuple(tap + 1 for tap in default_taps(num_target_layers, count))
+
+
+@torch.no_grad()
+def copy_target(model: BlockModel, target: Teachable) -> None:
+    """Start the layers as copies of evenly spread target layers, and the fused context as the mean of the taps.
+
+    The per-head norms have no counterpart in most targets and stay at one.  ConfigError: the shapes differ.
+    """
+    for layer, source in zip(model.layers, inherited_layers(target.info.num_layers, len(model.layers)), strict=True):
+        weights = target.layer_weights(source)
+        for name, parameter in layer.named_parameters():
+            if name not in weights:
+                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                    continue
+                raise ConfigError(f"drafter.init=target: layer {source} of the target has no '{name}'")
+            if weights[name].shape != parameter.shape:
+                found, expected = list(weights[name].shape), list(parameter.shape)
+                raise ConfigError(f"drafter.init=target: '{name}' is {found} in the target, {expected} in the drafter")
+            parameter.copy_(weights[name])
+    width = model.config.hidden_size
+    taps = len(model.config.tap_ids)
+    model.fc.weight.copy_(torch.eye(width).repeat(1, taps) / taps)
+
+
+@torch.no_grad()
+def whiten_fusion(model: BlockModel, features: Features, samples: Sequence[Sample], seed: int) -> None:
+    """Start the fusion as a random mix of taps that are centred and scaled to one, channel by channel.
+
+    Most of a residual stream's size is the same for all tokens and sits in a few channels, and its deeper
+    layers are many times larger; a plain random mix, once normed, passes on little else.  The scale goes into
+    the columns of `fc`, and the mean is projected out along the direction that costs the signal least: no bias.
+    """
+    answers = torch.cat([features.batch([one]).taps[0].flatten(1)[one.loss_mask[:-1]] for one in samples])
+    mean, scale = answers.mean(dim=0), answers.std(dim=0).clamp(min=1e-6)
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(model.fc.weight.shape, generator=generator) * len(mean) ** -0.5 / scale
+    centre = mean / scale**2
+    centre = centre / (centre @ mean).clamp(min=1e-6)
+    model.fc.weight.copy_(mix - (mix @ mean)[:, None] * centre)
+
+
+def _copy_weights(model: BlockModel, source: BlockModel, where: str) -> None:
+    """Go on from a trained drafter; its draft vocabulary does not matter, as the head is the target's."""
+    shapes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    for key in (*shapes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling", "anchor_drafts"):
+        if getattr(model.config, key) != getattr(source.config, key):
+            ours, theirs = getattr(model.config, key), getattr(source.config, key)
+            raise ConfigError(f"drafter.warm_start={where}: {key} is {theirs} there and {ours} here")
+    model.load_state_dict(source.state_dict())

@@ -1,0 +1,325 @@
+"""Training: resume bit for bit, keyed randomness, strict settings, and a drafter that learns what it is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from training import recipe, run, write_answers
+
+from blockdraft.cli.wiring import held_out_acceptance
+from blockdraft.config import ConfigError, EngineConfig, OptimConfig, SamplingParams
+from blockdraft.drafters.block import BlockModel
+from blockdraft.drafters.checkpoint import load_model
+from blockdraft.engine.engine import Engine
+from blockdraft.targets.resolve import load_target, load_tokenizer
+from blockdraft.text import encode_chat
+from blockdraft.train import loop
+from blockdraft.train.batches import Batches, make_batch
+from blockdraft.train.data import Sample, make_sample
+from blockdraft.train.setup import choose_mask_token, draft_index, draft_vocabulary
+from blockdraft.train.weights import checkpoints, learning_rate
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    recipe(tmp_path)
+    return tmp_path
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    return load_file(checkpoints(folder / "checkpoints")[-1] / "state.safetensors")
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """The log without what a clock has a part in."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if "second" not in key} for row in rows]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def fake_tau(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """Something that depends on the weights, and spoils the model that it was given."""
+    value = abs(float(model.fc.weight.sum())) + 1
+    with torch.no_grad():
+        model.fc.weight.zero_()
+    return {"tau": value, "prompts": len(prompts)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"features": {"mode": "online"}, "optim": {"ema": 0.0}},
+        {"optim": {"name": "muon"}, "drafter": {"fusion_init": "whitened"}},
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(base: Path, changes: dict[str, Any]) -> None:
+    config = recipe(base, checkpoint_steps=2, **changes)
+    whole, parts = base / "whole", base / "parts"
+    assert run(config, whole, fake_tau).finished
+    target = load_target(config.target)
+    embed, calls = target.embed, []
+
+    def stops(ids: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("power cut")
+        return embed(ids)
+
+    target.embed = stops  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(config, parts, fake_tau, target=target)
+    assert checkpoints(parts / "checkpoints")[-1].name == "step-00000004"
+    (parts / "log.jsonl").open("a").write('{"step": 5, "torn')
+    run(config, parts, fake_tau)
+    assert same(state(whole), state(parts))
+    assert log(whole) == log(parts)
+    for name in ("best", "last"):
+        assert same(load_file(whole / name / "model.safetensors"), load_file(parts / name / "model.safetensors"))
+    provenance = json.loads((parts / "last" / "provenance.json").read_text())
+    assert provenance["step"] == 9 and provenance["config"]["steps"] == 9 and len(provenance["data_digest"]) == 64
+    assert 0 < provenance["draft_vocabulary_coverage"] <= 1 and provenance["version"] == "test"
+    assert len(checkpoints(parts / "checkpoints")) == 2
+
+
+def start(base: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(Path(__file__).with_name("training.py")), str(base), name, str(steps)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        saved = checkpoints(folder / "checkpoints")
+        if saved and int(saved[-1].name[5:]) >= step:
+            return
+        assert process.poll() is None, process.communicate()[1].decode()
+        time.sleep(0.01)
+    raise AssertionError("no checkpoint in time")
+
+
+def test_kill_and_terminate(base: Path) -> None:
+    steps = 120
+    config = recipe(base, steps=steps)
+    run(config, base / "whole")
+    process = start(base, "killed", steps)
+    wait_for_step(base / "killed", 8, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    killed_at = int(checkpoints(base / "killed" / "checkpoints")[-1].name[5:])
+    assert killed_at < steps, "killed in the middle"
+    process = start(base, "killed", steps)
+    wait_for_step(base / "killed", killed_at + 8, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0, "stops in good order"
+    stopped_at = int(checkpoints(base / "killed" / "checkpoints")[-1].name[5:])
+    assert killed_at < stopped_at < steps
+    run(config, base / "killed")
+    assert same(state(base / "whole"), state(base / "killed"))
+    assert log(base / "whole") == log(base / "killed")
+
+
+def test_a_run_is_not_mixed_with_another(base: Path) -> None:
+    run(recipe(base, steps=4), base / "run")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run(recipe(base), base / "run", resume=False)
+    for changes, key in (
+        ({"optim": {"lr": 1e-4}}, r"optim.lr was 0.003 and is 0.0001 now"),
+        ({"seed": 4}, "seed was 0 and is 4 now"),
+        ({"drafter": {"num_layers": 3}}, "drafter.num_layers was 2 and is 3 now"),
+        ({"steps": 3}, "is at step 4, beyond steps=3"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            run(recipe(base, **changes), base / "run")
+    write_answers(base / "answers.jsonl", count=13)
+    with pytest.raises(ConfigError, match="the training data has changed"):
+        run(recipe(base, steps=5), base / "run")
+    write_answers(base / "answers.jsonl")
+    assert run(recipe(base, steps=5, log_steps=1, checkpoint_steps=9), base / "run").finished
+
+
+def test_a_damaged_checkpoint_is_said_so(base: Path) -> None:
+    run(recipe(base), base / "run")
+    newest = checkpoints(base / "run" / "checkpoints")[-1]
+    (newest / "state.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"step-00000009: damaged checkpoint"):
+        run(recipe(base), base / "run")
+
+
+def test_a_loss_that_is_not_a_number_stops_and_overwrites_nothing(base: Path) -> None:
+    config = recipe(base, checkpoint_steps=2)
+    target = load_target(config.target)
+    embed, calls = target.embed, []
+
+    def poisoned(ids: Tensor) -> Tensor:
+        calls.append(1)
+        return embed(ids) * (math.nan if len(calls) == 4 else 1.0)
+
+    target.embed = poisoned  # type: ignore[method-assign]
+    with pytest.raises(loop.TrainingError, match=r"step 4: the loss is nan .* last good checkpoint is step-00000002"):
+        run(config, base / "run", target=target)
+    assert all(value.isfinite().all() for value in state(base / "run").values())
+    assert not (base / "run" / "last").exists()
+
+
+def test_the_best_drafter_is_kept_and_loads(base: Path) -> None:
+    taus = iter([1.5, 2.5, 2.0])
+
+    def evaluate(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        assert draft_ids is not None and len(draft_ids) == 40 and prompts
+        return {"tau": next(taus)}
+
+    result = run(recipe(base), base / "run", evaluate)
+    assert (result.best_tau, result.best_step, result.finished) == (2.5, 6, True)
+    provenance = json.loads((base / "run" / "best" / "provenance.json").read_text())
+    assert provenance["step"] == 6 and provenance["acceptance"] == {"tau": 2.5}
+    _, draft_ids = load_model(base / "run" / "best")
+    assert draft_ids is not None and 1 in draft_ids, "the end token can be drafted"
+    warm = recipe(base, drafter={"warm_start": str(base / "run" / "last")}, steps=1, optim={"lr": 1e-9, "ema": 0.0})
+    run(warm, base / "warm")
+    started, ended = load_model(base / "warm" / "last")[0], load_model(base / "run" / "last")[0]
+    assert torch.allclose(started.fc.weight, ended.fc.weight, atol=1e-6)
+
+
+def test_layers_start_as_copies_of_the_target(base: Path) -> None:
+    config = recipe(base, drafter={"init": "target", "num_layers": 1}, steps=1, optim={"lr": 1e-12, "ema": 0.0})
+    run(config, base / "run")
+    model, _ = load_model(base / "run" / "last")
+    weights = load_target(config.target, pack=False).layer_weights(3)
+    for name in ("self_attn.k_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
+        assert torch.allclose(model.layers[0].get_parameter(name), weights[name].bfloat16().float(), atol=1e-6), name
+    with pytest.raises(ConfigError, match=r"mlp.gate_proj.weight' is \[64, 32\] in the target, \[48, 32\]"):
+        run(recipe(base, drafter={"init": "target", "num_layers": 1, "intermediate_size": 48}), base / "other")
+
+
+def lengths(count: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(5, 60, (count,), generator=generator).tolist()
+    return [make_sample(str(n), [n + 2] * size, [False] * 2 + [True] * (size - 2)) for n, size in enumerate(sizes)]
+
+
+def test_every_epoch_shows_every_sample_once_in_another_order() -> None:
+    samples = lengths(203)
+    batches = Batches(samples, 4, seed=0)
+    seen = []
+    for epoch in range(2):
+        steps = [batches.at(epoch * batches.per_epoch + step) for step in range(batches.per_epoch)]
+        assert all(number == epoch and len(batch) == 4 for number, batch in steps)
+        seen.append([sample.key for _, batch in steps for sample in batch])
+        assert len(set(seen[-1])) == len(seen[-1]) == 200
+    assert seen[0] != seen[1]
+    assert [s.key for s in Batches(samples, 4, seed=0).at(77)[1]] == [s.key for s in batches.at(77)[1]]
+    assert [s.key for s in Batches(samples, 4, seed=1).at(77)[1]] != [s.key for s in batches.at(77)[1]]
+    padded = sum(4 * max(len(s) for s in batches.at(step)[1]) for step in range(batches.per_epoch))
+    assert padded < 1.1 * sum(len(s) for step in range(batches.per_epoch) for s in batches.at(step)[1])
+    assert len(Batches(samples[:3], 8, seed=0).at(0)[1]) == 3
+
+
+def test_anchors_are_drawn_anew_each_epoch_and_again_the_same(base: Path) -> None:
+    samples = lengths(3)
+    run(recipe(base, steps=1), base / "run")
+    config, cpu = load_model(base / "run" / "last")[0].config, torch.device("cpu")
+
+    def anchors(epoch: int, seed: int = 0, order: int = 1) -> Tensor:
+        picked = samples[::order]
+        blocks = make_batch(picked, 6, seed, epoch, config, 4.0, cpu).blocks
+        return blocks.positions[:, :, 0].flip(0) if order < 0 else blocks.positions[:, :, 0]
+
+    assert torch.equal(anchors(0), anchors(0)) and torch.equal(anchors(0), anchors(0, order=-1))
+    assert not torch.equal(anchors(0), anchors(1)) and not torch.equal(anchors(0), anchors(0, seed=1))
+
+
+def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
+    config = OptimConfig(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
+    rates = [learning_rate(step, 100, config) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.2 < rates[-1] < 0.201
+    assert rates[55] == pytest.approx(0.6)
+    assert learning_rate(0, 1, OptimConfig(lr=1.0, warmup_ratio=0.0)) == 1.0
+
+
+def test_mask_token_and_draft_vocabulary() -> None:
+    samples = [make_sample("a", [5, 6, 6, 7, 7, 7, 8], [False] + [True] * 6)]
+    assert choose_mask_token(None, [7, 30, 9], samples, 20) == 9
+    assert choose_mask_token(11, [], samples, 20) == 11
+    for wanted, message in ((7, "occurs in the training data"), (20, "outside the vocabulary"), (None, "set drafter")):
+        with pytest.raises(ConfigError, match=message):
+            choose_mask_token(wanted, [5], samples, 20)
+    kept, coverage = draft_vocabulary(samples, 3, 20, [2])
+    assert kept.tolist() == [2, 6, 7] and coverage == pytest.approx(5 / 6)
+    assert draft_vocabulary(samples, 4, 20, [2])[0].tolist() == [2, 5, 6, 7], "prompts count too, ties by id"
+    index = draft_index(kept, 20)
+    assert index is not None and index[kept].tolist() == [0, 1, 2] and int((index >= 0).sum()) == 3
+    with pytest.raises(ConfigError, match="draft_vocab_size=1"):
+        draft_vocabulary(samples, 1, 20, [2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": {"teacher_top_k": 0}}, "needs soft labels"),
+        ({"drafter": {"mask_token_id": 1}}, "mask_token_id=1 occurs in the training data"),
+        ({"drafter": {"num_taps": 4}}, "no room for 4 distinct taps"),
+        ({"drafter": {"warm_start": "nowhere"}}, "nowhere: no config.json"),
+    ],
+)
+def test_impossible_recipes(base: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(recipe(base, **changes), base / "run")
+
+
+def test_unknown_tokens_in_the_data(base: Path) -> None:
+    row = {"prompt": "x", "response_ids": [300, 4, 5, 6, 7]}
+    (base / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="token 300, beyond the vocabulary"):
+        run(recipe(base, data={"held_out": 0.0}), base / "run")
+
+
+def test_tensorboard_is_an_extra(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'blockdraft\[train-logging\]'"):
+        run(recipe(base, tensorboard=True), base / "run")
+
+
+def test_it_learns_one_answer_by_heart(base: Path) -> None:
+    """The gate: position accuracy near one, and an engine that accepts nearly whole blocks."""
+    config = recipe(base)
+    target = load_target(config.target)
+    engine = Engine(target, None, EngineConfig(slots=1, capacity=256))
+    prompt = encode_chat(load_tokenizer(config.target), [{"role": "user", "content": "abc"}])
+    request = engine.add(prompt, SamplingParams(max_tokens=48, ignore_eos=True))
+    engine.run()
+    (base / "answers.jsonl").write_text(json.dumps({"prompt": "abc", "response_ids": request.output_ids}) + "\n")
+    changes: dict[str, Any] = {
+        "data": {"held_out": 0.0},
+        "drafter": {"anchor_drafts": True, "draft_vocab_size": None},
+        "loss": {"soft_weight": 0.0},
+        "optim": {"lr": 1e-2, "ema": 0.0},
+        "anchors": 64,
+        "log_steps": 20,
+        "checkpoint_steps": 1000,
+    }
+    run(recipe(base, steps=1, **changes), base / "untrained")
+    run(recipe(base, steps=160, **changes), base / "run")
+    accuracy = log(base / "run")[-1]["accuracy"]
+    assert len(accuracy) == 4 and min(accuracy) > 0.97, accuracy
+    measure = held_out_acceptance(target, 40)
+    before = measure(*load_model(base / "untrained" / "last"), [prompt])["tau"]
+    after = measure(*load_model(base / "run" / "last"), [prompt])["tau"]
+    assert after > 3.0 > before + 0.5, (before, after)
