@@ -39,6 +39,8 @@ def test_rotary_frequencies_are_those_of_transformers(scaling):
 def test_unknown_rotary_scaling_is_refused():
     with pytest.raises(ValueError, match="'wobble' is not supported"):
         rotary_frequencies(64, 1e4, {"rope_type": "wobble", "factor": 2.0})
+    with pytest.raises(ValueError, match="'llama3' lacks 'low_freq_factor'"):
+        rotary_frequencies(64, 1e4, {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64})
 
 
 def test_rotary_turns_pairs_by_the_position():
@@ -78,3 +80,21 @@ def test_packing_swaps_every_linear_layer_and_keeps_the_function():
     assert not any(type(part) is nn.Linear for part in module.modules())
     torch.testing.assert_close(module(x), expected)
     assert torch.equal(module[0].weight, weight)
+
+
+def test_rows_are_padded_and_split_to_where_bits_do_not_change():
+    class Changing(PackedLinear):
+        calls = []
+
+        def product(self, x):
+            self.calls.append(len(x))
+            return super().product(x) + (0.0 if 4 <= len(x) <= 16 else 1e-3)
+
+    generator = torch.Generator().manual_seed(0)
+    layer = Changing(torch.randn(32, 32, generator=generator))
+    assert layer.span == (4, 16)
+    x = torch.randn(35, 32, generator=generator)
+    whole = layer(x)
+    layer.calls.clear()
+    assert torch.equal(torch.cat([layer(x[:1]), layer(x[1:3]), layer(x[3:])]), whole)
+    assert layer.calls == [4, 4, 16, 16]

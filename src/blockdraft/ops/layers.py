@@ -5,7 +5,9 @@ Letters: D hidden width, E head width, I intermediate width.
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ class SwiGLU(nn.Module):
 def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, float]:
     """Inverse frequencies [E/2] and the factor on rotated vectors, for plain, linear, Llama-3 and YaRN rotary.
 
-    `scaling` has Hugging Face's keys.  ValueError: a type that is not known here.
+    `scaling` has Hugging Face's keys.  ValueError: a type that is not known here, or a key that it lacks.
     """
     inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     kind = scaling.get("rope_type", scaling.get("type", "default")) if scaling else "default"
@@ -49,6 +51,14 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | No
         return inverse, 1.0
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_scaling type '{kind}' is not supported (default, linear, llama3, yarn)")
+    needed = ["factor"]
+    if kind != "linear":
+        needed.append("original_max_position_embeddings")
+    if kind == "llama3":
+        needed += ["low_freq_factor", "high_freq_factor"]
+    for key in needed:
+        if key not in scaling:
+            raise ValueError(f"rope_scaling of type '{kind}' lacks '{key}'")
     factor = float(scaling["factor"])
     if kind == "linear":
         return inverse / factor, 1.0
@@ -88,21 +98,21 @@ class PackedLinear(nn.Module):
     """A linear layer in oneDNN's blocked layout: fp32, CPU, inference only.
 
     Reading the weights is nearly all the cost of a few rows, so eight rows cost little more than one.  The
-    result of a row has the same bits whatever the number of rows, from `min_rows` rows on; fewer are
-    padded up to it, so that verifying drafts gives what plain decoding gives, bit for bit.
+    result of a row has the same bits whatever the number of rows, within `span`: fewer rows are padded and more
+    are split, so that verifying drafts gives what plain decoding gives, bit for bit.
     """
 
-    # The rows that the layout is made for; measured best for 1 to 32 rows, and invariant from 8 on everywhere.
+    # The rows that the layout is made for: measured best for 1 to 32 rows.
     LAYOUT_ROWS = 8
+    PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 65, 129)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, min_rows: int | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, span: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         dense = weight.detach().contiguous()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(dense, self.LAYOUT_ROWS)
         self.bias = None if bias is None else bias.detach()
-        self.min_rows = 1
-        self.min_rows = self._invariant_from() if min_rows is None else min_rows
+        self.span = self._invariant_span() if span is None else span
 
     @property
     def weight(self) -> Tensor:
@@ -111,30 +121,43 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
-        rows = flat.shape[0]
-        if rows < self.min_rows:
-            flat = F.pad(flat, (0, 0, 0, self.min_rows - rows))
-        y = torch.ops.mkldnn._linear_pointwise(flat.contiguous(), self.packed, self.bias, "none", [], "")
-        return y[:rows].view(*x.shape[:-1], self.out_features)
+        least, most = self.span
+        parts = []
+        for part in flat.split(most):
+            rows = part.shape[0]
+            padded = F.pad(part, (0, 0, 0, least - rows)) if rows < least else part
+            parts.append(self.product(padded.contiguous())[:rows])
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return y.view(*x.shape[:-1], self.out_features)
 
-    def _invariant_from(self) -> int:
-        """The fewest rows from which on a row's bits no longer depend on the number of rows."""
-        probe = torch.randn(65, self.in_features, generator=torch.Generator().manual_seed(0))
-        reference = self(probe[:8])
-        results = {rows: self(probe[:rows]) for rows in (1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 65)}
-        lowest = 8
-        for rows in (7, 5, 4, 3, 2, 1):
-            if not torch.equal(results[rows], reference[:rows]):
-                break
-            lowest = rows
-        return lowest
+    def product(self, x: Tensor) -> Tensor:
+        """Rows [R, in] -> [R, out] in one call of the library, whatever its bits depend on."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+    def _invariant_span(self) -> tuple[int, int]:
+        """The fewest and the most rows around `LAYOUT_ROWS` between which a row's bits never change."""
+        probe = torch.randn(max(self.PROBED_ROWS), self.in_features, generator=torch.Generator().manual_seed(0))
+        reference = self.product(probe[: self.LAYOUT_ROWS])
+
+        def same(rows: int) -> bool:
+            count = min(rows, self.LAYOUT_ROWS)
+            return torch.equal(self.product(probe[:rows])[:count], reference[:count])
+
+        fewer = [rows for rows in reversed(self.PROBED_ROWS) if rows < self.LAYOUT_ROWS]
+        more = [rows for rows in self.PROBED_ROWS if rows > self.LAYOUT_ROWS]
+        fewer = list(itertools.takewhile(same, fewer))
+        fitting = list(itertools.takewhile(same, more))
+        least = fewer[-1] if fewer else self.LAYOUT_ROWS
+        most = sys.maxsize if len(fitting) == len(more) else (fitting[-1] if fitting else self.LAYOUT_ROWS)
+        return least, most
 
 
 def pack_linears(module: nn.Module) -> None:
     """Swap every fp32 CPU `nn.Linear` below `module` for a packed one, in place; gradients end here."""
     if not torch.backends.mkldnn.is_available():
         return
-    probed: dict[tuple[int, int], int] = {}
+    probed: dict[tuple[int, int], tuple[int, int]] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             weight = getattr(child, "weight", None)
@@ -142,5 +165,5 @@ def pack_linears(module: nn.Module) -> None:
                 continue
             shape = (child.out_features, child.in_features)
             packed = PackedLinear(weight, child.bias, probed.get(shape))
-            probed[shape] = packed.min_rows
+            probed[shape] = packed.span
             setattr(parent, name, packed)
