@@ -196,3 +196,39 @@ def test_inference_mode_does_not_leak() -> None:
     engine.add([1], SamplingParams(max_tokens=3, temperature=1.0))
     engine.run()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
+    """Half a character is shown only once nothing follows; here that is at the limit, and it completes the stop."""
+    target = HashTarget(vocab_size=258, eos_token_ids=(257,))
+    target.table[:, 0xC3] += 100.0
+    engine = Engine(target, None, EngineConfig(), ByteTokenizer())  # type: ignore[arg-type]
+    request = engine.add([65], SamplingParams(max_tokens=1, stop=("\ufffd",)))
+    engine.run()
+    assert (request.text, request.finish_reason, request.output_ids) == ("", "stop", [0xC3])
+
+
+@pytest.mark.parametrize("place", ["accept", "prefill"])
+def test_an_interrupt_in_the_middle_loses_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10]]
+    engine = Engine(target, UnrelatedDrafter(5, 61), EngineConfig(slots=2))
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    calls = []
+    module = "step" if place == "accept" else "engine"
+    original = getattr(__import__(f"blockdraft.engine.{module}", fromlist=[place]), place)
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(f"blockdraft.engine.{module}.{place}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output_ids == by_hand(target, prompt, params)
+        check_stats(request)

@@ -115,11 +115,18 @@ class Engine:
     def _admit(self) -> list[Request]:
         admitted = []
         while self.waiting and self.free_slots:
-            request = self.waiting.popleft()
-            request.slot = heapq.heappop(self.free_slots)
+            request, slot = self.waiting[0], heapq.heappop(self.free_slots)
+            request.slot = slot
+            try:
+                first = prefill(self.pair, request)
+            except BaseException:  # interrupted: the request waits on, as if nothing had been
+                request.slot = None
+                heapq.heappush(self.free_slots, slot)
+                raise
+            self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)
-            request.emit([prefill(self.pair, request)], num_drafted=0)
+            request.emit([first], num_drafted=0)
             if request.done:
                 self._release(request)
         self.running.sort(key=lambda request: request.slot if request.slot is not None else -1)

@@ -100,6 +100,11 @@ class Request:
         return self.output_ids[-1]
 
     @property
+    def num_read(self) -> int:
+        """Tokens the target has read: all but the anchor."""
+        return len(self.prompt_ids) + len(self.output_ids) - 1
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_tokens - len(self.output_ids)
@@ -137,5 +142,7 @@ class Request:
             self.finish_reason = "length"
         if self.finish_reason is not None and self.output is not None:
             text += self.output.finish()
+            if self.output.stopped:  # a stop string in what was held back
+                self.finish_reason = "stop"
         if text:
             self.pieces.append(Piece(text, drafted))

@@ -68,7 +68,8 @@ def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdi
     """One round for all running requests, which verifies up to `limit` drafts of each; 0 is plain decoding."""
     device = pair.target.info.device
     rows = [request.slot for request in requests if request.slot is not None]
-    starts = [pair.cache.lengths[row] for row in rows]
+    starts = [request.num_read for request in requests]
+    pair.cache.truncate(rows, starts)  # a round that was interrupted may have left more
     anchors = torch.tensor([request.anchor for request in requests], device=device)
 
     room = [pair.cache.capacity - start for start in starts]
