@@ -131,3 +131,19 @@ def test_importing_the_package_is_cheap() -> None:
     assert all(hasattr(blockdraft, name) for name in blockdraft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = blockdraft.nothing
+
+
+def test_a_path_names_a_target_and_never_a_drafter_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model-dflash").mkdir()
+    (tmp_path / "model-dflash" / "config.json").write_text("{}")
+    for spec in (str(tmp_path / "model"), tmp_path / "model"):
+        with pytest.raises(ValueError, match="no drafter is shipped for target 'model'"):
+            LLM(spec)
+        with pytest.raises(ValueError, match="is an empty folder, not a model"):
+            LLM(spec, None)
+
+
+def test_one_text_is_one_prompt_for_as_completed_too() -> None:
+    llm = make_llm()
+    assert [output.text for _, output in llm.as_completed("one", GREEDY)] == [llm.generate("one", GREEDY)[0].text]

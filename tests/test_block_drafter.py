@@ -201,3 +201,26 @@ def test_default_taps_follow_the_papers_rule(layers, count, expected):
 def test_too_many_taps_for_a_small_target():
     with pytest.raises(ConfigError, match="no room for 5 distinct taps"):
         default_taps(4, 5)
+
+
+def test_rotary_settings_of_newer_files_are_not_lost(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    save_drafter(tmp_path, random_model(drafter_config(rope_theta=5e4, rope_scaling=scaling)), None, {})
+    older = load_model(tmp_path)[0]
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_theta"], values["rope_scaling"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "rope_parameters": {"rope_theta": 5e4, **scaling}}))
+    newer = load_model(tmp_path)[0]
+    assert newer.config == older.config and newer.config.rope_scaling == scaling
+    assert torch.equal(newer.inverse_frequencies, older.inverse_frequencies)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[]", "holds list, not settings"), ('{"architectures": null}', "is not a drafter"), ("{", "not readable")],
+)
+def test_a_config_that_is_none_is_one_line(tmp_path, text, message):
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)

@@ -74,6 +74,13 @@ def test_half_precision(saved: Path) -> None:
         resolve.load_target(str(saved), dtype="int8")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there(saved: Path) -> None:
+    for device in ("cuda", "nonsense"):
+        with pytest.raises(ValueError, match="could not be loaded"):
+            resolve.load_target(str(saved), device=device)
+
+
 @pytest.mark.parametrize("spec", ["no-such-name", "./no/such/folder", "no/such/file.gguf", "a/b/c", ""])
 def test_names_that_mean_nothing(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

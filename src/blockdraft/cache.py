@@ -48,13 +48,11 @@ class KVCache:
             self.keys[layer][row, :, start : start + width] = keys[b]
             self.values[layer][row, :, start : start + width] = values[b]
 
-    def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views [G, S, E] of one row's first S slots, S = `length` rounded up to `READ_MULTIPLE`."""
-        end = _round_up(length)
-        return self.keys[layer][row, :, :end], self.values[layer][row, :, :end]
-
     def gather(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, E] of several rows, S as in `read`; a view where the rows are neighbours."""
+        """Keys and values [B, G, S, E] of rows' first S slots, S = `length` rounded up to `READ_MULTIPLE`.
+
+        A view where the rows are neighbours.
+        """
         end = _round_up(length)
         first = rows[0]
         if list(rows) == list(range(first, first + len(rows))):

@@ -1,12 +1,12 @@
 """Every setting of the project, in one place: frozen, strict, and readable from JSON or YAML.
 
-An unknown key, a wrong type or an impossible value is a `ConfigError` of one line.  Defaults live here
-and nowhere else; no other module reads a setting with a fallback of its own.
+An unknown key, a wrong type or an impossible value is refused: by `parse` and `load_config` with a `ConfigError`
+of one line, by a class called directly with pydantic's own ValueError.  Defaults live here and nowhere else; no
+other module reads a setting with a fallback of its own.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,18 +23,21 @@ class ConfigError(ValueError):
 class Strict(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @classmethod
     def parse(cls: type[ConfigT], values: dict[str, Any], where: str = "config") -> ConfigT:
         """Build from a plain dict.  Raises `ConfigError` naming the first bad key."""
         try:
-            return cls(**values)
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             if first["type"] == "extra_forbidden":
-                reason = f"unknown key '{key}' (known: {', '.join(sorted(cls.model_fields))})"
+                section: Any = cls
+                for part in first["loc"][:-1]:
+                    section = section.model_fields[part].annotation
+                reason = f"unknown key '{key}' (known: {', '.join(sorted(section.model_fields))})"
             else:
                 reason = f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
             raise ConfigError(f"{where}: {reason}") from None
@@ -63,7 +66,7 @@ class DrafterConfig(Strict):
     max_position_embeddings: int = 8192
     attention_bias: bool = False
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
-    sliding_window: int | None = None
+    sliding_window: int | None = Field(None, gt=0)
     is_causal: bool | None = Field(None, description="None: sliding layers causal in the block, full layers not")
     anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
     draft_vocab_size: int | None = Field(None, description="rows of a reduced draft head; None: all of the target's")
@@ -251,10 +254,8 @@ def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...]
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override '{override}': '{part}' is not a section")
-        node[parts[-1]] = yaml.safe_load(text)
+        try:
+            node[parts[-1]] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override '{override}': not readable as YAML: {str(error).splitlines()[0]}") from None
     return cls.parse(values, str(path))
-
-
-def dump_json(config: Strict) -> str:
-    """Settings as JSON text, every key written out."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"

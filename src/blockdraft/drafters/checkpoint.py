@@ -89,12 +89,14 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
             raise ConfigError(f"{where}: '{key}' is missing; is this a DFlash drafter?")
         return merged[key]
 
-    if ARCHITECTURE not in values.get("architectures", []):
+    if ARCHITECTURE not in (values.get("architectures") or []):
         raise ConfigError(f"{where}: architectures {values.get('architectures')} is not a drafter ({ARCHITECTURE})")
     if merged.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act '{merged['hidden_act']}' is not supported (silu)")
     layer_types = tuple(merged.get("layer_types") or ())
+    # Newer files keep all of rotary in `rope_parameters`, older ones its base and its scaling apart.
     rope = merged.get("rope_parameters") or {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return DrafterConfig.parse(
         {
             "hidden_size": need("hidden_size"),
@@ -110,7 +112,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
             "num_target_layers": need("num_target_layers"),
             "rms_norm_eps": need("rms_norm_eps"),
             "rope_theta": merged["rope_theta"] if merged.get("rope_theta") is not None else rope.get("rope_theta"),
-            "rope_scaling": merged.get("rope_scaling"),
+            "rope_scaling": merged.get("rope_scaling") or scaling or None,
             "max_position_embeddings": need("max_position_embeddings"),
             "attention_bias": bool(merged.get("attention_bias")),
             "layer_types": layer_types,
@@ -130,7 +132,10 @@ def save_drafter(
     provenance: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a drafter folder whole or not at all: a temporary name, then moved; an older one is replaced."""
+    """Write a drafter folder: under a temporary name, then moved, so that `folder` is never half written.
+
+    An older one is moved aside first, and removed when the new one is in its place.
+    """
     folder = Path(folder)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
     if draft_ids is not None:
@@ -167,8 +172,10 @@ def load_model(
     try:
         values = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / "model.safetensors", device="cpu")
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ConfigError(f"{folder}: not readable: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{folder}: config.json holds {type(values).__name__}, not settings")
     config = config_from_json(values, str(folder / "config.json"))
     draft_ids = _draft_ids(tensors.pop("d2t", None), config, folder)
     model = BlockModel(config)

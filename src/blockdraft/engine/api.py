@@ -14,7 +14,7 @@ from blockdraft.drafters.checkpoint import load_drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import FinishReason, Piece, Request, RequestStats
 from blockdraft.targets.base import Target
-from blockdraft.targets.resolve import load_target, load_tokenizer
+from blockdraft.targets.resolve import canonical_name, load_target, load_tokenizer
 from blockdraft.text import encode, encode_chat
 
 if TYPE_CHECKING:
@@ -41,13 +41,14 @@ class LLM:
 
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
     `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, or a drafter.
-    The answers are the same with every drafter, `slots` (requests at once) and `verify_width`.
+    The answers are the same with every drafter, `slots` (requests at once) and `verify_width`: exactly in float32
+    on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
     """
 
     def __init__(
         self,
-        target: str | Target = "smollm2-135m",
+        target: str | Path | Target = "smollm2-135m",
         drafter: str | Path | Drafter | None = "auto",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -58,11 +59,13 @@ class LLM:
         verify_width: int | None = None,
     ) -> None:
         config = EngineConfig.parse({"slots": slots, "capacity": capacity, "verify_width": verify_width}, "LLM")
-        if isinstance(target, str):
+        if isinstance(target, (str, Path)):
+            spec = str(target)
             # The drafter is looked up first: a missing one should not cost the time of loading a target.
-            folder = _shipped_drafter(target) if drafter == "auto" else drafter
-            tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
-            target = load_target(target, dtype=dtype, device=device)
+            folder = _shipped_drafter(canonical_name(spec)) if drafter == "auto" else drafter
+            # The target next: of a folder that is no model it says what is wrong, the tokenizer only that it lacks one.
+            target = load_target(spec, dtype=dtype, device=device)
+            tokenizer = tokenizer if tokenizer is not None else load_tokenizer(spec)
         else:
             folder = _shipped_drafter(target.info.name) if drafter == "auto" else drafter
             if tokenizer is None:
@@ -78,7 +81,7 @@ class LLM:
 
         `params` are for all prompts, or one for each.
         """
-        return self._ordered(_as_list(prompts), params)
+        return self._ordered(prompts, params)
 
     def chat(
         self,
@@ -91,13 +94,14 @@ class LLM:
         return self._ordered([encode_chat(self.tokenizer, messages) for messages in many], params)
 
     def as_completed(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, Output]]:
         """Like `generate`, but yields (index of the prompt, output) as soon as each is finished."""
-        each = _one_each(params, len(prompts))
+        listed = _as_list(prompts)
+        each = _one_each(params, len(listed))
         indices: dict[Request, int] = {}
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
                 indices[self.engine.add(self._ids(prompt), one)] = index
             while indices:
                 # Not from what `step` returns: a stream read in between may have finished some.
@@ -136,10 +140,10 @@ class LLM:
         return _output(request)
 
     def _ordered(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Output]:
         outputs = dict(self.as_completed(prompts, params))
-        return [outputs[index] for index in range(len(prompts))]
+        return [outputs[index] for index in range(len(outputs))]
 
     def _ids(self, prompt: Prompt | Messages) -> list[int]:
         if isinstance(prompt, str):

@@ -33,7 +33,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DRAFTERS = {"DFlashDraftModel", "DFlareDraftModel"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PREFIX_BYTES = 1 << 24
+DIGEST_BYTES = 1 << 24
 
 
 def load_target(
@@ -58,7 +58,8 @@ def load_target(
                 output_loading_info=True,
             )
         model = model.to(device)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    # AssertionError: torch says so of a device that it was built without.
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError) as error:
         raise ValueError(f"target '{spec}' could not be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:
         # transformers would go on with random numbers.
@@ -183,10 +184,12 @@ def _converted(file: Path) -> Path:
     file = file.expanduser().resolve()
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(PREFIX_BYTES)
+        head = stream.read(DIGEST_BYTES)
+        stream.seek(max(size - DIGEST_BYTES, 0))
+        tail = stream.read()
     if head[:4] != b"GGUF":
         raise ValueError(f"target '{file}' is not a GGUF file")
-    digest = hashlib.sha256(head + str(size).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(head + tail + str(size).encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest}"
     if (folder / "config.json").is_file():
         return folder

@@ -1,0 +1,55 @@
+"""`blockdraft info`: what is installed, what it runs on, and whether the default target is here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from blockdraft import __version__
+from blockdraft.cli.wiring import DEFAULT_TARGET, shipped_folder
+
+PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "gguf", "numpy", "pydantic")
+
+
+def command() -> None:
+    """Show versions, devices, the default target and the shipped drafter."""
+    facts = _facts()
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _facts() -> dict[str, str]:
+    import torch
+
+    facts = {"blockdraft": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used"
+    for index in range(torch.cuda.device_count()):
+        facts[f"cuda:{index}"] = torch.cuda.get_device_name(index)
+    facts["default target"] = _default_target()
+    facts["shipped drafter"] = _shipped_drafter()
+    return facts
+
+
+def _default_target() -> str:
+    """Where the default target would be loaded from, without loading it."""
+    from blockdraft.targets.resolve import resolve_folder
+
+    try:
+        return f"{DEFAULT_TARGET}: {resolve_folder(DEFAULT_TARGET)}"
+    except ValueError as error:
+        return str(error)
+
+
+def _shipped_drafter() -> str:
+    folder = shipped_folder(DEFAULT_TARGET)
+    return str(folder) if (folder / "config.json").is_file() else "none"

@@ -1,0 +1,94 @@
+"""`blockdraft regenerate`: prompts to answers by the target itself, for training a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockdraft.cli.wiring import DEFAULT_TARGET
+
+if TYPE_CHECKING:
+    from blockdraft.engine.api import LLM
+    from blockdraft.engine.request import Request
+    from blockdraft.train.regenerate import Answer, Job
+
+
+def command(
+    prompts: Annotated[Path, typer.Argument(help="JSONL with 'prompt' or 'messages', and perhaps 'id'.")],
+    output: Annotated[Path, typer.Argument(help="JSONL to add answers to; prompts answered there are skipped.")],
+    target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    drafter: Annotated[str, typer.Option(help="none, auto, or a drafter's folder.")] = "none",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
+    greedy_share: Annotated[float, typer.Option(help="Share of the prompts that is answered greedily.")] = 0.67,
+    temperature: Annotated[float, typer.Option(help="For the others.")] = 0.7,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option(help="Decides which are greedy, and the others' random numbers.")] = 0,
+    slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 32,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead (.../v1).")] = None,
+    model: Annotated[str | None, typer.Option(help="The server's name for the target.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the server.")] = None,
+) -> None:
+    """Let the target answer prompts; interrupted at any moment, the same command goes on where it stopped."""
+    from rich.console import Console
+
+    from blockdraft.train.regenerate import Answers, OpenAIAnswers, read_jobs, regenerate
+
+    console = Console(stderr=True, highlight=False)
+    # Everything that can be wrong with the files is found before a model is loaded.
+    jobs = read_jobs(prompts, seed, greedy_share, temperature)[:limit]
+    if not jobs:
+        raise ValueError(f"{prompts}: no prompts in it")
+    answers: Answers
+    if base_url is not None:
+        if model is None:
+            raise ValueError("--base-url needs --model: the server's name for the target")
+        answers = OpenAIAnswers(base_url, model, max_tokens, slots, api_key, top_p)
+    else:
+        from blockdraft.cli.wiring import prepare
+
+        prepare(threads)
+        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots)
+    result = regenerate(prompts, output, answers, seed, greedy_share, temperature, limit, console)
+    if not result.finished:
+        raise typer.Exit(130)
+    typer.echo(f"{result.before + result.added} answers in {output}, {result.added} of them new")
+
+
+class EngineAnswers:
+    """Answers by our own engine; only a few more prompts than there are slots wait in it at any time."""
+
+    def __init__(self, target: str, drafter: str, jobs: list[Job], max_tokens: int, top_p: float, slots: int) -> None:
+        from blockdraft.cli.wiring import drafter_choice, load
+        from blockdraft.engine.api import LLM
+        from blockdraft.text import encode_chat
+
+        chosen = drafter_choice(drafter)
+        loaded, tokenizer = load(target, chosen)
+        self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
+        room = max(len(ids) for ids in self.ids.values()) + max_tokens
+        self.max_tokens, self.top_p, self.slots = max_tokens, top_p, slots
+        self.llm: LLM = LLM(loaded, chosen, tokenizer=tokenizer, slots=slots, capacity=max(room, 8))
+
+    def answer(self, jobs: Iterable[Job]) -> Iterator[Answer]:
+        """One answer for each job, in the order in which they are finished.  ValueError: a prompt is too long."""
+        from blockdraft.config import SamplingParams
+        from blockdraft.train.regenerate import Answer
+
+        engine, coming = self.llm.engine, iter(jobs)
+        running: dict[Request, Job] = {}
+        while True:
+            while len(running) < 2 * self.slots and (job := next(coming, None)) is not None:
+                values = {"max_tokens": self.max_tokens, "top_p": self.top_p}
+                values |= {"temperature": job.temperature, "seed": job.seed}
+                running[engine.add(self.ids[job.id], SamplingParams.parse(values, "regenerate"), job.id)] = job
+            if not running:
+                return
+            for request in engine.step():
+                if request.done:
+                    job, ids = running.pop(request), request.output_ids
+                    yield Answer(job, request.text, ids, request.finish_reason or "length", len(ids))
