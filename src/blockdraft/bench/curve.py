@@ -13,7 +13,8 @@ from typing import Any
 
 def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The training rows and the evaluation rows of a run's log.  Raises ValueError for a line that is not one."""
-    training, evaluations = [], []
+    training: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)

@@ -114,7 +114,8 @@ def print_pieces(pieces: Generator[Piece, None, Output], show_accepted: bool) ->
         except StopIteration as end:
             output: Output = end.value
             return output
-        typer.secho(piece.text, fg=typer.colors.GREEN if show_accepted and piece.drafted else None, nl=False)
+        right = show_accepted and piece.drafted
+        typer.echo(typer.style(piece.text, fg=typer.colors.GREEN) if right else piece.text, nl=False)
         sys.stdout.flush()
 
 

@@ -10,7 +10,8 @@ call the same two methods, `BlockModel.context` and `BlockModel.forward`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,8 @@ class BlockModel(nn.Module):
         """Context keys and values of every layer: taps [B, S, T, D] at positions [B, S] -> per layer [B, G, S, E]."""
         fused = self.hidden_norm(self.fc(taps.flatten(-2)))
         tables = self._tables(positions, fused.dtype)
-        made = (layer.self_attn.keys_values(fused, tables) for layer in self.layers)
+        layers = cast("Iterable[BlockLayer]", self.layers)
+        made = (layer.self_attn.keys_values(fused, tables) for layer in layers)
         return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in made]
 
     def forward(self, block: Tensor, positions: Tensor, context: Context, context_lengths: Tensor) -> Tensor:

@@ -160,10 +160,12 @@ def pack_linears(module: nn.Module) -> None:
     probed: dict[tuple[int, int], tuple[int, int]] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            weight = getattr(child, "weight", None)
-            if type(child) is not nn.Linear or weight.dtype != torch.float32 or weight.device.type != "cpu":
-                continue
-            shape = (child.out_features, child.in_features)
-            packed = PackedLinear(weight, child.bias, probed.get(shape))
-            probed[shape] = packed.span
-            setattr(parent, name, packed)
+            if type(child) is nn.Linear and _packs(child.weight):  # a subclass may compute something else
+                shape = (child.out_features, child.in_features)
+                packed = PackedLinear(child.weight, child.bias, probed.get(shape))
+                probed[shape] = packed.span
+                setattr(parent, name, packed)
+
+
+def _packs(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.device.type == "cpu"

@@ -1,0 +1,166 @@
+"""What the README says works: its commands parse and run, its Python runs, its table is what results/ holds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models import save_tiny_drafter, save_tiny_target
+
+from blockdraft.bench import report
+from blockdraft.cli import main
+
+ROOT = Path(__file__).parent.parent
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "training.md")
+DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Fenced blocks of one language."""
+    found: list[str] = []
+    opened: str | None = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            if opened is None:
+                opened = line.removeprefix("```")
+                found += [""] if opened == language else []
+            else:
+                opened = None
+        elif opened == language:
+            found[-1] += line + "\n"
+    assert opened is None, "a fence is not closed"
+    return found
+
+
+def commands() -> list[list[str]]:
+    """Every `blockdraft ...` line of the README, as words."""
+    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line for line in words if line and line[0] == "blockdraft"]
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where the README's names exist, small: data, prompts, models, a recipe."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny_target(tmp_path / "target")
+    save_tiny_drafter(tmp_path / "drafter")
+    (tmp_path / "DATA").mkdir()
+    (tmp_path / "DATA" / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?"}\n{"question": "2 + 3?"}\n')
+    questions = [f'{{"prompt": "What is {n} + {n}?"}}\n' for n in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(questions))
+    (tmp_path / "recipes").mkdir()
+    return tmp_path
+
+
+def shrink(words: list[str]) -> list[str]:
+    """The same command for tiny models."""
+    words = words[1:]
+    if words[0] in ("generate", "bench", "regenerate"):
+        words = [*words, "--target", "target"]
+    if words[0] in ("generate", "bench"):
+        words = [*words, "--drafter", "drafter"]
+    for option, small in (("--max-tokens", "24"), ("--limit", "2")):
+        if option in words:
+            words[words.index(option) + 1] = small
+    return words
+
+
+def test_the_commands_run_on_tiny_models(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the README's order, because later lines use what earlier ones made."""
+    lines = commands()
+    assert {line[1] for line in lines} == {"generate", "info", "bench", "regenerate", "train"}
+    for line in lines:
+        if line[1] == "train":
+            recipe = stage / line[2]
+            recipe.write_text(
+                "target: target\nsteps: 3\nbatch_size: 2\nanchors: 4\n"
+                "eval_steps: 2\neval_prompts: 2\neval_max_tokens: 8\n"
+                "data: {files: [answers.jsonl], held_out: 0.2, min_answer_tokens: 4}\n"
+                "drafter: {num_layers: 1, block_size: 4, num_taps: 1}\n"
+            )
+        assert run(shrink(line)) == 0, (line, capsys.readouterr().err)
+    assert (stage / "results" / "bench-gsm8k-t0.json").is_file()
+
+
+def test_every_option_that_is_mentioned_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = {}
+    for path in TEXTS:
+        for words in re.findall(
+            r"blockdraft (generate|train|regenerate|bench)([^\n`]*)", path.read_text(encoding="utf-8")
+        ):
+            if words[0] not in helps:
+                assert run([words[0], "--help"]) == 0
+                helps[words[0]] = capsys.readouterr().out
+            for option in re.findall(r"--[a-z-]+", words[1]):
+                assert option in helps[words[0]], (words[0], option)
+
+
+def test_make_has_what_the_texts_say() -> None:
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set()
+    for path in (*TEXTS, ROOT / "CONTRIBUTING.md"):
+        named |= set(re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"demo", "test", "test-slow", "format"} <= named
+    for name in named:
+        assert re.search(rf"^{name}:", rules, re.MULTILINE), name
+
+
+def test_the_file_tree_is_true() -> None:
+    (tree,) = [block for block in blocks(ROOT / "README.md", "") if block.startswith("src/blockdraft/")]
+    for line in tree.splitlines()[1:]:
+        name = line.split()[0]
+        path = ROOT / "src" / "blockdraft" / name if line.startswith("  ") else ROOT / name
+        assert path.exists(), name
+
+
+def test_links_lead_somewhere() -> None:
+    for path in (*TEXTS, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "ARCHITECTURE.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (path.parent / link).exists(), (path.name, link)
+
+
+def test_the_table_is_what_results_hold(tmp_path: Path) -> None:
+    files = sorted((ROOT / "results").glob("bench-*.json"))
+    if not files:
+        assert "Not measured yet." in (ROOT / "README.md").read_text(encoding="utf-8")
+        return
+    copy = tmp_path / "README.md"
+    copy.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    report.update_readme(copy, files)
+    assert copy.read_text(encoding="utf-8") == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def python_example(replace: Callable[[str], str] = str) -> str:
+    (code,) = blocks(ROOT / "README.md", "python")
+    return replace(code)
+
+
+def test_the_python_example_runs_on_tiny_models(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = python_example(lambda text: text.replace('"smollm2-135m"', '"target"').replace('"auto"', '"drafter"'))
+    assert '"target"' in code and '"drafter"' in code
+    exec(compile(code, "README.md", "exec"), {})
+    assert "passes, tau" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DRAFTER / "config.json").is_file(), reason="no shipped drafter in this checkout")
+def test_the_python_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(python_example(), "README.md", "exec"), {})
+    assert "passes, tau" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DRAFTER / "config.json").is_file(), reason="no shipped drafter in this checkout")
+def test_the_demo_is_identical(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--demo", "--compare", "--max-tokens", "48"]) == 0
+    assert "NOT IDENTICAL" not in capsys.readouterr().out
