@@ -23,6 +23,7 @@ SETUP = {
     "dataset": "tiny",
     "target": "hash",
     "dtype": "float32",
+    "slots": 1,
     "params": PARAMS.model_dump(mode="json"),
     "machine": report.machine(),
 }

@@ -50,10 +50,17 @@ def test_blocks_equal_the_oracle(anchor_drafts):
                 assert int(blocks.positions[b, a, row]) == anchor + row
                 assert int(blocks.ids[b, a, row]) == (int(ids[b, anchor]) if row == 0 else 39)
                 k = row + 1 if anchor_drafts else row  # the row drafts the token k places after the anchor
-                teaches = k >= 1 and anchor + k < 12 and bool(mask[b, anchor + k])
+                through = range(anchor + 1, anchor + k + 1)
+                teaches = k >= 1 and all(at < 12 and bool(mask[b, at]) for at in through)
                 weight = math.exp(-(k - 1) / 3.0) if teaches else 0.0
                 assert float(blocks.weights[b, a, row]) == pytest.approx(weight)
                 assert int(blocks.labels[b, a, row]) == (int(ids[b, anchor + k]) if teaches else 0)
+
+
+def test_a_block_does_not_run_on_into_the_next_answer():
+    ids, mask, _ = sequences()
+    blocks = make_blocks(ids[1:], mask[1:], torch.tensor([[5, 3]]), drafter(block_size=6), gamma=3.0)
+    assert (blocks.weights[0] > 0).tolist() == [[False] * 6, [False, True, True, False, False, False]]
 
 
 def test_anchors_are_answer_tokens_with_answer_behind_them():

@@ -84,8 +84,8 @@ def _to_prompt(row: dict[str, Any], where: str, name: str, spec: DataSet) -> Pro
     if field is None:
         raise ValueError(f"{where}: needs one of the keys {', '.join(spec.fields)}")
     value = row[field]
-    turns = [value] if isinstance(value, str) else list(value)
-    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    turns = [value] if isinstance(value, str) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{where}: '{field}' must be text, or a list of texts")
     # HumanEval's stub ends with a line break already; the fence has to start a line of its own in any case.
     opened = spec.after.startswith("```")

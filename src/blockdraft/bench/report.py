@@ -129,7 +129,11 @@ def update_readme(readme: Path, results: Sequence[Path]) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme}: no lines '{BEGIN}' and '{END}'")
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    table = markdown([load(path) for path in results])
+    reports = [load(path) for path in results]
+    for path, report in zip(results, reports, strict=True):
+        if not report["complete"]:
+            raise ValueError(f"{path}: the benchmark was not finished")
+    table = markdown(reports)
     readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
 
 
@@ -151,7 +155,7 @@ def _note(setup: dict[str, Any]) -> str:
     where, params = setup["machine"], setup["params"]
     return (
         f"Tokens per second, median over prompts, prefill included; {setup['target']} in {setup['dtype']}, up to "
-        f"{params['max_tokens']} tokens, {where['cpu']}, {where['threads']} threads, "
+        f"{params['max_tokens']} tokens, {setup['slots']} at once, {where['cpu']}, {where['threads']} threads, "
         f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}."
     )
 

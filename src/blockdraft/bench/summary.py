@@ -97,7 +97,7 @@ def _describe(row: Row, arms: Sequence[Arm], reference: str, margin: Margin | No
     identical: dict[str, list[bool]] = {}
     differences = []
     for arm in arms:
-        if arm.name == reference or not arm.comparable:
+        if arm.name == reference or not (arm.comparable and arms[0].comparable):
             continue
         found = [answer.token_ids for answer in row.arms[arm.name].answers]
         places = [first_difference(want, got) for want, got in zip(expected, found, strict=True)]

@@ -57,14 +57,15 @@ def command(
     prompts = load_prompts(dataset, data_dir, limit)
     path = output if output is not None else Path("results") / f"bench-{Path(dataset).stem}-t{temperature:g}.json"
 
-    from blockdraft.bench.report import machine
     from blockdraft.cli.wiring import drafter_choice, load, make_chat, prepare
-    from blockdraft.engine.api import LLM
 
     chosen = drafter_choice(drafter) if "drafted" in names else None
     if "drafted" in names and chosen is None:
         raise ValueError("the drafted arm needs a drafter: give --drafter FOLDER, or leave the arm out of --arms")
     prepare(threads)
+    from blockdraft.bench.report import machine
+    from blockdraft.engine.api import LLM
+
     loaded, tokenizer = load(target, chosen)
     chat = make_chat(tokenizer)
     room = room_for(prompts, chat, max_tokens)
@@ -99,8 +100,8 @@ def room_for(prompts: Sequence[Prompt], chat: Chat, max_tokens: int) -> int:
 
 def without_folder(word: str) -> str:
     """A path without the folders above it, which only mean something on one machine; other words as they are."""
-    path = Path(word)
-    return path.name if len(path.parts) > 1 and (path.exists() or path.is_absolute()) else word
+    option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + (Path(value).name if "/" in value else value)
 
 
 def describe_drafter(chosen: str | None, llm: LLM) -> dict[str, Any] | None:
@@ -185,14 +186,15 @@ def run(
     result: dict[str, Any] = {}
     total = sum(len(prompt.turns) for prompt in prompts)
     try:
-        with Progress(console=Console(stderr=True)) as progress:
+        # Drawn when a row is done: a thread that draws all the time would be measured too.
+        with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
             task = progress.add_task("warming up", total=total)
             for row in measure(prompts, arms, chat, params, repeats, slots):
                 rows.append(row)
                 result = {"complete": False, "setup": setup, **summarise(rows, arms, margin)}
                 report.save(result, path)
                 rates = ", ".join(f"{name} {timed.rate:.1f}" for name, timed in row.arms.items())
-                progress.update(task, advance=len(row.ids), description=f"tokens/s: {rates}")
+                progress.update(task, advance=len(row.ids), description=f"tokens/s: {rates}", refresh=True)
         result["complete"] = True
         report.save(result, path)
     finally:

@@ -62,12 +62,15 @@ def command(
         "generate",
     )
     from blockdraft.cli.wiring import drafter_choice, load, make_chat, prepare
-    from blockdraft.engine.api import LLM
 
     chosen = drafter_choice(drafter)
     if compare and chosen is None:
         raise ValueError("--compare needs a drafter: leave out --drafter none")
+    if compare and show_accepted:
+        raise ValueError("--show-accepted is for a stream: leave out --compare")
     prepare(threads)
+    from blockdraft.engine.api import LLM
+
     loaded, tokenizer = load(target, chosen)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
@@ -134,12 +137,12 @@ def run_comparison(llm: LLM, chat: Chat, questions: Sequence[str], params: Sampl
     arms = [engine_arm("plain", plain), engine_arm("drafted", llm.engine)]
     console = Console(highlight=False)
     rows: list[Row] = []
-    with console.status("warming up, then plain and drafted in turn"):
-        for question, row in zip(questions, measure(prompts, arms, chat, params), strict=True):
-            rows.append(row)
-            console.print(f"\n[bold]{escape(question)}[/bold]\n", soft_wrap=True)
-            console.print(chat.decode(row.arms["drafted"].answers[0].token_ids), markup=False, soft_wrap=True)
-            console.print(verdict(summarise([row], arms)), style="cyan", soft_wrap=True)
+    console.print("warming up, then plain and drafted in turn; an answer is shown when both have it", style="dim")
+    for question, row in zip(questions, measure(prompts, arms, chat, params), strict=True):
+        rows.append(row)
+        console.print(f"\n[bold]{escape(question)}[/bold]\n", soft_wrap=True)
+        console.print(chat.decode(row.arms["drafted"].answers[0].token_ids), markup=False, soft_wrap=True)
+        console.print(verdict(summarise([row], arms)), style="cyan", soft_wrap=True)
     result = summarise(rows, arms)
     if len(rows) > 1:
         console.print(f"\n{len(rows)} prompts: {verdict(result)}", style="bold cyan", soft_wrap=True)

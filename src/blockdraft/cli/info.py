@@ -41,7 +41,7 @@ def _facts() -> dict[str, str]:
 
 
 def _default_target() -> str:
-    """Where the default target would be loaded from, without loading it."""
+    """The folder that the default target is loaded from; made (converted or downloaded) if it is not there yet."""
     from blockdraft.targets.resolve import resolve_folder
 
     try:

@@ -16,7 +16,9 @@ def command(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; none: runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run in the folder, if there is one.")] = True,
-    preview: Annotated[int, typer.Option(help="Show so many samples with what is learned of them, and stop.")] = 0,
+    preview: Annotated[
+        int, typer.Option(help="Show so many samples with what is learned of them, and stop.", min=0)
+    ] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
 ) -> None:
     """Train a drafter; interrupted at any moment, the same command goes on where it stopped."""
@@ -28,16 +30,17 @@ def command(
             raise ValueError(f"{recipe}: data.files: {file}: no such file")
     folder = run_dir if run_dir is not None else Path("runs") / recipe.stem
 
+    from blockdraft.cli.wiring import held_out_acceptance, prepare
+
+    prepare(threads)
     from rich.console import Console
 
     from blockdraft import __version__
-    from blockdraft.cli.wiring import held_out_acceptance, prepare
     from blockdraft.targets.resolve import load_target, load_tokenizer
     from blockdraft.train.data import preview as show
     from blockdraft.train.data import read_samples
     from blockdraft.train.run import train_drafter
 
-    prepare(threads)
     if preview:
         tokenizer = load_tokenizer(config.target)
         few = config.data.model_copy(update={"limit": preview})

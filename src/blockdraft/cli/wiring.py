@@ -127,7 +127,7 @@ def held_out_acceptance(
 
         if target.info.device.type == "cpu":
             pack_linears(model)
-        drafter = BlockDrafter(model, target, draft_ids)
+        drafter = BlockDrafter(model, target, None if draft_ids is None else draft_ids.to(target.info.device))
         room = max(len(prompt) for prompt in prompts) + max_tokens
         engine = make_engine(target, drafter, None, room, slots=min(4, len(prompts)))
         for prompt in prompts:

@@ -146,7 +146,8 @@ def save_drafter(
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config_to_json(model.config, dtype), indent=2) + "\n")
         (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-        temporary.chmod(0o755)
+        temporary.chmod(0o755)  # the defaults of temporary folders and of safetensors are for one user alone
+        (temporary / "model.safetensors").chmod(0o644)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
             os.replace(folder, old / "folder")

@@ -57,7 +57,9 @@ def make_blocks(ids: Tensor, loss_mask: Tensor, anchors: Tensor, config: Drafter
     inside = target_positions < ids.shape[1]
     label_positions = target_positions.clamp(max=ids.shape[1] - 1)
     flat = label_positions.flatten(1)
-    teaches = loss_mask.gather(1, flat).view_as(positions) & inside & real[..., None] & (drafted >= 0)
+    answer = (loss_mask.gather(1, flat).view_as(positions) & inside) | (drafted < 0)
+    unbroken = answer.long().cumprod(dim=-1).bool()  # a block ends with its answer, though another may follow
+    teaches = unbroken & real[..., None] & (drafted >= 0)
     labels = ids.gather(1, flat).view_as(positions).where(teaches, torch.zeros_like(positions))
     inputs = torch.full_like(positions, config.mask_token_id)
     inputs[..., 0] = ids.gather(1, starts)

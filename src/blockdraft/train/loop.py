@@ -126,7 +126,7 @@ class _Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(self.config.model_dump_json(indent=2) + "\n")
         self.log = Log(self.folder, self.progress.step, self.config.tensorboard)
-        self._saved_at = time.perf_counter()
+        self._saved_at, self._saved_step = time.perf_counter(), self.progress.step
 
     def step(self, bar: Meterbar) -> None:
         """One optimiser step, and what is due after it."""
@@ -136,6 +136,8 @@ class _Run:
         drafter = self.draft.model.config
         batch = make_batch(samples, config.anchors, config.seed, epoch, drafter, config.loss.gamma, self.device)
         loss = self._loss(batch, self.features.batch(samples))
+        if loss.blocks == 0:
+            raise TrainingError(f"step {number + 1}: nothing to learn in its batch; look at the data with --preview")
         loss.loss.backward()
         value = float(loss.loss.detach())
         norm = self.weights.update(number, config.steps) if math.isfinite(value) else math.nan
@@ -194,7 +196,7 @@ class _Run:
             "data_digest": self.dataset.digest,
             **self.draft.notes,
             "torch": torch.__version__,
-            "config": self.config.model_dump(mode="json"),
+            "config": _without_folders(self.config.model_dump(mode="json")),
         }
         save_drafter(self.folder / name, self.weights.snapshot(), self.draft.draft_ids, provenance)
 
@@ -202,10 +204,12 @@ class _Run:
         return {"config": self.config.model_dump(mode="json"), "data_digest": self.dataset.digest}
 
     def save(self) -> None:
-        """A checkpoint of this step."""
+        """A checkpoint of this step, unless it has one."""
+        if self.progress.step == self._saved_step:
+            return
         self.progress.meter = self.meter.state()
         save_checkpoint(self.folder / "checkpoints", self.weights, self.progress, self._identity())
-        self._saved_at = time.perf_counter()
+        self._saved_at, self._saved_step = time.perf_counter(), self.progress.step
 
     def finish(self) -> TrainResult:
         """Export and say how it ended, or how to go on."""
@@ -226,3 +230,12 @@ class _Run:
             f"step {self.progress.step + 1}: the loss is {loss} and no longer finite with its gradient; "
             f"nothing was saved, {kept}; lower optim.lr"
         )
+
+
+def _without_folders(config: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's paths without the folders above them, which mean something on one machine only."""
+    config["data"]["files"] = [Path(file).name for file in config["data"]["files"]]
+    for section, key in (("features", "folder"), ("drafter", "warm_start")):
+        if config[section][key] is not None:
+            config[section][key] = Path(config[section][key]).name
+    return config

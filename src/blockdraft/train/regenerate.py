@@ -8,6 +8,7 @@ others, and a run that was stopped goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import time
 import urllib.error
@@ -24,6 +25,7 @@ from blockdraft.train.chats import DataError, Message, check_messages, read_json
 from blockdraft.train.progress import Meterbar, say
 
 TRIES = 4
+TIMEOUT = 600.0  # seconds for one answer
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def regenerate(
     """
     if not 0.0 <= greedy_share <= 1.0 or temperature < 0.0:
         raise ValueError(f"greedy_share={greedy_share} must lie in 0..1 and temperature={temperature} not below 0")
+    if output.exists() and prompts.samefile(output):
+        raise ValueError(f"{output}: answers would go into the file of the prompts; name another one")
     jobs = read_jobs(prompts, seed, greedy_share, temperature)[:limit]
     answered = answered_ids(output)
     missing = [job for job in jobs if job.id not in answered]
@@ -104,10 +108,9 @@ def read_jobs(path: Path, seed: int, greedy_share: float, temperature: float) ->
     jobs: dict[str, Job] = {}
     for where, row in read_jsonl(path):
         messages = _prompt_messages(row, where)
-        name = row.get("id")
-        if name is None:
-            name = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
-        name = str(name)
+        name = str(row.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
+        if name in jobs and row.get("id") is None:
+            continue  # the same prompt again
         if name in jobs:
             raise DataError(f"{where}: id '{name}' occurs twice")
         greedy = _hash(seed, name, "temperature") / 2**31 < greedy_share
@@ -118,14 +121,18 @@ def read_jobs(path: Path, seed: int, greedy_share: float, temperature: float) ->
 
 
 def answered_ids(path: Path) -> set[str]:
-    """The ids in an answers file; a last line that was torn by a kill is cut off first."""
+    """The ids in an answers file; a last line that was torn by a kill is cut off first, a whole one is ended."""
     if not path.exists():
         return set()
     with path.open("r+b") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            file.truncate(whole)
+            try:
+                json.loads(content[whole:])
+                file.write(b"\n")
+            except ValueError:
+                file.truncate(whole)
     found = set()
     for where, row in read_jsonl(path):
         if "id" not in row:
@@ -219,6 +226,8 @@ class OpenAIAnswers:
         try:
             choice = reply["choices"][0]
             text, finish = choice["message"]["content"], choice["finish_reason"]
+            if not isinstance(text, str):
+                raise TypeError("no text")
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"{self.url}: the reply is not a chat completion") from None
         tokens = (reply.get("usage") or {}).get("completion_tokens", 0)
@@ -232,13 +241,13 @@ class OpenAIAnswers:
                 time.sleep(2.0**attempt)
             try:
                 request = urllib.request.Request(self.url, body, self.headers)
-                with urllib.request.urlopen(request) as reply:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
                 reason = str(getattr(error, "reason", error))
             except json.JSONDecodeError:
                 raise ValueError(f"{self.url}: the reply is not JSON") from None

@@ -180,7 +180,7 @@ def whiten_fusion(model: BlockModel, features: Features, samples: Sequence[Sampl
     layers are many times larger; a plain random mix, once normed, passes on little else.  The scale goes into
     the columns of `fc`, and the mean is projected out along the direction that costs the signal least: no bias.
     """
-    answers = torch.cat([features.batch([one]).taps[0].flatten(1)[one.loss_mask[:-1]] for one in samples])
+    answers = torch.cat([features.batch([one]).taps[0].flatten(1)[one.loss_mask[:-1]] for one in samples]).cpu()
     mean, scale = answers.mean(dim=0), answers.std(dim=0).clamp(min=1e-6)
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(model.fc.weight.shape, generator=generator) * len(mean) ** -0.5 / scale
