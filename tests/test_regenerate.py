@@ -199,3 +199,25 @@ def test_servers_that_refuse(tmp_path: Path, server: str) -> None:
         go(source, tmp_path / "out", OpenAIAnswers("http://127.0.0.1:9", "m", 9, 1))
     with pytest.raises(ValueError, match="not a http"):
         OpenAIAnswers("127.0.0.1:9", "m", 9, 1)
+
+
+def test_a_whole_last_line_is_kept_and_ended(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text('{"id": "a"}\n{"id": "b"}')
+    assert answered_ids(output) == {"a", "b"}
+    assert output.read_text() == '{"id": "a"}\n{"id": "b"}\n'
+
+
+def test_answers_do_not_go_into_the_prompts(tmp_path: Path) -> None:
+    source = prompts(tmp_path)
+    before = source.read_text()
+    with pytest.raises(ValueError, match="into the file of the prompts"):
+        regenerate(source, source, FakeAnswers(), 0, 0.5, 0.7, None, QUIET)
+    assert source.read_text() == before
+
+
+def test_the_same_prompt_twice_is_asked_once_unless_an_id_repeats(tmp_path: Path) -> None:
+    twice = write(tmp_path / "twice.jsonl", [{"prompt": "x"}, {"prompt": "x"}])
+    assert len(read_jobs(twice, 0, 0.5, 0.7)) == 1
+    with pytest.raises(DataError, match="id 'a' occurs twice"):
+        read_jobs(write(tmp_path / "ids.jsonl", [{"id": "a", "prompt": "x"}] * 2), 0, 0.5, 0.7)
