@@ -1,15 +1,42 @@
-"""Text on both sides of the engine: prompts to ids, ids to text that can be shown at once, stop strings."""
+"""Text on both sides of the engine: lines of files, prompts to ids, text that can be shown at once, stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.
 REPLACEMENT = "\ufffd"
+
+
+class DataError(ValueError):
+    """Data that cannot be used; one line that names the file and line."""
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) for each line that is not blank."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not UTF-8 text") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON ({error.msg})") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected an object, found {type(row).__name__}")
+        yield where, row
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -6,12 +6,13 @@ set's own, so the first N prompts are the same N on every machine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from blockdraft.text import read_jsonl
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 WRITE_CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
@@ -96,17 +97,7 @@ def _to_prompt(row: dict[str, Any], where: str, name: str, spec: DataSet) -> Pro
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: expected an object, found {type(row).__name__}")
-            yield f"{path}:{number}", row
+    yield from read_jsonl(path)
 
 
 def _hub_rows(name: str, spec: DataSet) -> Iterator[tuple[str, dict[str, Any]]]:

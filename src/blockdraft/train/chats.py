@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from blockdraft.text import encode_chat
+from blockdraft.text import DataError, encode_chat
 
 Message = dict[str, str]
 # The tokenizer of a `transformers` model; its type is not named, because only targets and text know transformers.
 Tokenizer = Any
-
-
-class DataError(ValueError):
-    """Training data that cannot be used; one line that names the file and line."""
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) for each line that is not blank."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8 text") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected an object, found {type(row).__name__}")
-        yield where, row
 
 
 def encode_row(

@@ -23,7 +23,8 @@ from rich.text import Text
 from torch import Tensor
 
 from blockdraft.config import DataConfig
-from blockdraft.train.chats import DataError, Tokenizer, encode_row, read_jsonl
+from blockdraft.text import DataError, read_jsonl
+from blockdraft.train.chats import Tokenizer, encode_row
 
 # A set in which fewer tokens than this are supervised has lost its answers somewhere.
 LEAST_SUPERVISED = 0.01

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from blockdraft.train.chats import DataError, Message, check_messages, read_jsonl
+from blockdraft.text import DataError, read_jsonl
+from blockdraft.train.chats import Message, check_messages
 from blockdraft.train.progress import Meterbar, say
 
 TRIES = 4
