@@ -11,8 +11,10 @@ import typer
 from blockdraft.cli.wiring import DEFAULT_TARGET
 
 if TYPE_CHECKING:
+    from blockdraft.config import TrainConfig
     from blockdraft.engine.api import LLM
     from blockdraft.engine.request import Request
+    from blockdraft.train.record import Recording
     from blockdraft.train.regenerate import Answer, Job
 
 
@@ -29,6 +31,11 @@ def command(
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(help="Keep the features that --recipe trains on in this folder, for its features.folder."),
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="The recipe that --features are for.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead (.../v1).")] = None,
     model: Annotated[str | None, typer.Option(help="The server's name for the target.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the server.")] = None,
@@ -36,6 +43,7 @@ def command(
     """Let the target answer prompts; interrupted at any moment, the same command goes on where it stopped."""
     from rich.console import Console
 
+    from blockdraft.config import TrainConfig, load_config
     from blockdraft.train.regenerate import Answers, OpenAIAnswers, read_jobs, regenerate
 
     console = Console(stderr=True, highlight=False)
@@ -43,6 +51,11 @@ def command(
     jobs = read_jobs(prompts, seed, greedy_share, temperature)[:limit]
     if not jobs:
         raise ValueError(f"{prompts}: no prompts in it")
+    if (features is None) != (recipe is None):
+        raise ValueError("--features and --recipe go together: a folder, and the recipe that will train on it")
+    if features is not None and base_url is not None:
+        raise ValueError("--features needs the target itself: a server does not hand out its hidden states")
+    config = load_config(TrainConfig, recipe) if recipe is not None else None
     answers: Answers
     if base_url is not None:
         if model is None:
@@ -52,7 +65,8 @@ def command(
         from blockdraft.cli.wiring import prepare
 
         prepare(threads)
-        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots)
+        kept = (config, features) if config is not None and features is not None else None
+        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept)
     result = regenerate(prompts, output, answers, seed, greedy_share, temperature, limit, console)
     if not result.finished:
         raise typer.Exit(130)
@@ -60,9 +74,21 @@ def command(
 
 
 class EngineAnswers:
-    """Answers by our own engine; only a few more prompts than there are slots wait in it at any time."""
+    """Answers by our own engine; only a few more prompts than there are slots wait in it at any time.
 
-    def __init__(self, target: str, drafter: str, jobs: list[Job], max_tokens: int, top_p: float, slots: int) -> None:
+    `kept` asks for the features of the answers too: the recipe that they are for, and their folder.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        drafter: str,
+        jobs: list[Job],
+        max_tokens: int,
+        top_p: float,
+        slots: int,
+        kept: tuple[TrainConfig, Path] | None = None,
+    ) -> None:
         from blockdraft.cli.wiring import drafter_choice, load
         from blockdraft.engine.api import LLM
         from blockdraft.text import encode_chat
@@ -70,12 +96,30 @@ class EngineAnswers:
         chosen = drafter_choice(drafter)
         loaded, tokenizer = load(target, chosen)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
-        room = max(len(ids) for ids in self.ids.values()) + max_tokens
+        room = max(max(len(ids) for ids in self.ids.values()) + max_tokens, 8)
         self.max_tokens, self.top_p, self.slots = max_tokens, top_p, slots
-        self.llm: LLM = LLM(loaded, chosen, tokenizer=tokenizer, slots=slots, capacity=max(room, 8))
+        self.recording: Recording | None = None
+        if kept is not None:
+            from blockdraft.train.record import Recording
+
+            self.recording = Recording(kept[0], loaded, tokenizer, kept[1], slots, room)
+        answering = self.recording.target if self.recording is not None else loaded
+        self.llm: LLM = LLM(answering, chosen, tokenizer=tokenizer, slots=slots, capacity=room)
 
     def answer(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         """One answer for each job, in the order in which they are finished.  ValueError: a prompt is too long."""
+        from blockdraft.train.regenerate import answer_row
+
+        try:
+            for answer in self._answers(jobs):
+                if self.recording is not None:
+                    self.recording.keep(answer_row(answer))
+                yield answer
+        finally:
+            if self.recording is not None:
+                self.recording.close()
+
+    def _answers(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         from blockdraft.config import SamplingParams
         from blockdraft.train.regenerate import Answer
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -115,10 +116,9 @@ def read_samples(config: DataConfig, tokenizer: Tokenizer, eos_ids: Sequence[int
     for file in config.files:
         for where, row in read_jsonl(Path(file)):
             report.lines += 1
-            prompt_key, ids, mask = encode_row(row, tokenizer, eos_ids, where)
-            report.truncated += len(ids) > config.max_length
-            sample = make_sample(prompt_key, ids[: config.max_length], mask[: config.max_length])
-            if int(sample.loss_mask.sum()) < max(config.min_answer_tokens, 2):  # one token has no successor to draft
+            sample, length = read_sample(row, config, tokenizer, eos_ids, where)
+            report.truncated += length > config.max_length
+            if sample is None:
                 report.short += 1
             elif sample.key in samples:
                 report.duplicates += 1
@@ -129,6 +129,16 @@ def read_samples(config: DataConfig, tokenizer: Tokenizer, eos_ids: Sequence[int
             if config.limit is not None and len(samples) == config.limit:
                 return list(samples.values()), report
     return list(samples.values()), report
+
+
+def read_sample(
+    row: dict[str, Any], config: DataConfig, tokenizer: Tokenizer, eos_ids: Sequence[int], where: str
+) -> tuple[Sample | None, int]:
+    """A line's sample, None if it has too little to learn, and the tokens it had before it was cut."""
+    prompt_key, ids, mask = encode_row(row, tokenizer, eos_ids, where)
+    sample = make_sample(prompt_key, ids[: config.max_length], mask[: config.max_length])
+    enough = int(sample.loss_mask.sum()) >= max(config.min_answer_tokens, 2)  # one token has no successor to draft
+    return sample if enough else None, len(ids)
 
 
 def make_sample(prompt_key: str, ids: list[int], mask: list[bool]) -> Sample:

@@ -66,6 +66,11 @@ def make_draft(shape: DraftShape, target: Teachable, dataset: Dataset, tokenizer
     return Draft(model, draft_ids, notes)
 
 
+def recipe_taps(shape: DraftShape, num_target_layers: int) -> tuple[int, ...]:
+    """The target layers that a recipe's drafter listens to."""
+    return shape.tap_ids or default_taps(num_target_layers, shape.num_taps)
+
+
 def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> DrafterConfig:
     """The recipe's shape; what it leaves open is the target's."""
     info, defaults = target.info, target.draft_defaults()
@@ -79,7 +84,7 @@ def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> 
         "num_layers": shape.num_layers,
         "block_size": shape.block_size,
         "mask_token_id": mask_token_id,
-        "tap_ids": shape.tap_ids or default_taps(info.num_layers, shape.num_taps),
+        "tap_ids": recipe_taps(shape, info.num_layers),
         "layer_types": shape.layer_types,
         "sliding_window": shape.sliding_window,
         "anchor_drafts": shape.anchor_drafts,

@@ -74,26 +74,53 @@ def build_shards(
 
     Raises FeatureError if what is there is of another target, other taps or another teacher.
     """
-    target.set_taps(tap_ids)
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_manifest(target, tap_ids, top_k, folder)
-    for left_over in folder.glob("*.tmp"):
-        left_over.unlink()
-    index = _read_index(folder)
-    missing = sorted((sample for sample in samples if sample.key not in index), key=lambda sample: -len(sample))
-    number = max((int(path.stem) for path in folder.glob("*.safetensors")), default=-1) + 1
-    held: list[tuple[Sample, SampleFeatures]] = []
+    writer = ShardWriter(target, tap_ids, folder, top_k, shard_tokens)
+    missing = sorted((sample for sample in samples if sample.key not in writer), key=lambda sample: -len(sample))
     total = sum(len(sample) for sample in missing)
     with Meterbar(console, "features", total, "tokens") as bar:
         for batch in token_batches(missing, batch_tokens):
-            held += zip(batch, _halve(compute(target, batch, top_k)), strict=True)
-            if sum(len(sample) for sample, _ in held) >= shard_tokens:
-                _write_shard(folder / f"{number:06}.safetensors", held)
-                number, held = number + 1, []
+            for sample, features in zip(batch, compute(target, batch, top_k), strict=True):
+                writer.add(sample, features)
             bar.advance(sum(len(sample) for sample in batch))
-        if held:
-            _write_shard(folder / f"{number:06}.safetensors", held)
+        writer.flush()
     return ShardFeatures(folder, samples, target.info.device)
+
+
+class ShardWriter:
+    """Adds samples to a folder of shards; each file is moved into place when it is full, or at `flush`.
+
+    FeatureError: what is there is of another target, other taps or another teacher.
+    """
+
+    def __init__(
+        self, target: Target, tap_ids: Sequence[int], folder: Path, top_k: int, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        target.set_taps(tap_ids)
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_manifest(target, tap_ids, top_k, folder)
+        for left_over in folder.glob("*.tmp"):
+            left_over.unlink()
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self._keys = set(_read_index(folder))
+        self._number = max((int(path.stem) for path in folder.glob("*.safetensors")), default=-1) + 1
+        self._held: list[tuple[Sample, SampleFeatures]] = []
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a sample of this key is in the folder, or about to be."""
+        return key in self._keys
+
+    def add(self, sample: Sample, features: SampleFeatures) -> None:
+        """Take in one sample that is not there yet."""
+        self._keys.add(sample.key)
+        self._held.append((sample, _halve(features)))
+        if sum(len(held) for held, _ in self._held) >= self.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, if anything."""
+        if self._held:
+            _write_shard(self.folder / f"{self._number:06}.safetensors", self._held)
+            self._number, self._held = self._number + 1, []
 
 
 def token_batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
@@ -105,14 +132,10 @@ def token_batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list
         start += count
 
 
-def _halve(features: list[SampleFeatures]) -> list[SampleFeatures]:
+def _halve(features: SampleFeatures) -> SampleFeatures:
     """Taps in half precision: fp16 has three bits more than bf16, but some residual streams leave its range."""
-    kept = []
-    for feature in features:
-        fits = bool(feature.taps.abs().max() <= torch.finfo(torch.float16).max)
-        taps = feature.taps.to("cpu", torch.float16 if fits else torch.bfloat16)
-        kept.append(SampleFeatures(taps, feature.teacher))
-    return kept
+    fits = bool(features.taps.abs().max() <= torch.finfo(torch.float16).max)
+    return SampleFeatures(features.taps.to("cpu", torch.float16 if fits else torch.bfloat16), features.teacher)
 
 
 def _write_shard(path: Path, held: list[tuple[Sample, SampleFeatures]]) -> None:
