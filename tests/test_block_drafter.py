@@ -40,6 +40,9 @@ def drafter_config(**changes):
 def random_model(config, seed=0):
     model = BlockModel(config)
     initialise(model, seed, std=0.3)
+    if model.markov_head is not None:  # it says nothing before it is trained
+        assert not model.markov_head.w2.weight.any()
+        torch.nn.init.normal_(model.markov_head.w2.weight, std=2.0, generator=torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -107,8 +110,34 @@ def test_a_reduced_head_says_only_its_ids():
         assert set(tokens.flatten().tolist()) <= set(draft_ids.tolist())
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+@torch.no_grad()
+def test_with_a_markov_head_each_choice_follows_from_the_one_before(reduced):
+    draft_ids = torch.arange(1, 96, 2) if reduced else None
+    config = drafter_config(markov_rank=3, draft_vocab_size=48 if reduced else None, anchor_drafts=reduced)
+    model, target = random_model(config), tiny_target("llama")
+    drafter = BlockDrafter(model, target, draft_ids)
+    state, seen = drafter.new_state(3, 64), []
+    model.norm.register_forward_hook(lambda module, args, output: seen.append(output[:, 0]))
+    said = draft_ids.tolist() if reduced else list(range(96))
+    changed = 0
+    for anchor in range(0, 90, 3):  # among them tokens that the reduced head does not have
+        tokens = drafter.propose(state, [0, 1, 2], torch.tensor([anchor, anchor + 1, anchor + 2])).tokens
+        for row in range(3):
+            previous = anchor + row
+            for k, hidden in enumerate(seen[-1][row, -config.max_drafts :]):
+                logits = target.head(hidden)[said]
+                plain = int(logits.argmax())
+                if previous in said:
+                    logits = logits + model.markov_head.w2.weight @ model.markov_head.w1.weight[said.index(previous)]
+                previous = said[int(logits.argmax())]
+                changed += previous != said[plain]
+                assert int(tokens[row, k]) == previous
+    assert changed > 50
+
+
 def test_a_saved_drafter_comes_back_equal(tmp_path):
-    config = drafter_config(draft_vocab_size=4, anchor_drafts=True, **ATTENTION["mixed"])
+    config = drafter_config(draft_vocab_size=4, markov_rank=2, anchor_drafts=True, **ATTENTION["mixed"])
     model, ids = random_model(config), torch.tensor([5, 6, 20, 95])
     save_drafter(tmp_path / "d", model, ids, {"steps": 3}, dtype=torch.float32)
     save_drafter(tmp_path / "d", model, ids, {"steps": 4}, dtype=torch.float32)  # replaced whole

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from blockdraft.config import DrafterConfig, LossConfig
+from blockdraft.drafters.block import MarkovHead
 from blockdraft.train.blocks import make_blocks, sample_anchors
 from blockdraft.train.loss import Teacher, block_loss
 
@@ -87,12 +88,17 @@ def test_every_anchor_is_equally_likely():
     assert ((counts / 2000 - 0.3).abs() < 0.045).all()  # 4.4 standard deviations
 
 
-def slow_loss(hidden, blocks, head, index, teacher, soft):
+def slow_loss(hidden, blocks, head, index, teacher, soft, markov=None, ids=None):
     total, weights = torch.zeros(()), torch.zeros(())
     for place in blocks.weights.nonzero().tolist():
         b, a, q = place
         weight = blocks.weights[b, a, q]
-        log_q = (head @ hidden[b, a, q]).log_softmax(0)
+        logits = head @ hidden[b, a, q]
+        if markov is not None:
+            previous = int(index[ids[b, blocks.label_positions[b, a, q] - 1]])
+            if previous >= 0:
+                logits = logits + markov.w2.weight @ markov.w1.weight[previous]
+        log_q = logits.log_softmax(0)
         row = int(index[blocks.labels[b, a, q]])
         loss = -(1 - soft) * log_q[row] if row >= 0 else torch.zeros(())
         if soft:
@@ -110,7 +116,8 @@ def slow_loss(hidden, blocks, head, index, teacher, soft):
 
 @pytest.mark.parametrize("soft", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("anchor_drafts", [False, True])
-def test_loss_and_gradient_equal_the_oracle(soft, anchor_drafts):
+@pytest.mark.parametrize("rank", [None, 3])
+def test_loss_and_gradients_equal_the_oracle(soft, anchor_drafts, rank):
     generator = torch.Generator().manual_seed(0)
     ids, mask, anchors = sequences()
     config = drafter(anchor_drafts=anchor_drafts)
@@ -124,12 +131,14 @@ def test_loss_and_gradient_equal_the_oracle(soft, anchor_drafts):
         ids=torch.stack([torch.randperm(40, generator=generator)[:6] for _ in range(24)]).view(2, 12, 6),
         probabilities=torch.rand(2, 12, 6, generator=generator),
     )
-    ours = block_loss(hidden, blocks, head, index, teacher, config, LossConfig(soft_weight=soft, chunk_rows=3))
-    (gradient,) = torch.autograd.grad(ours.loss, hidden)
-    expected = slow_loss(hidden, blocks, head, index, teacher, soft)
-    (expected_gradient,) = torch.autograd.grad(expected, hidden)
+    torch.manual_seed(0)
+    markov = MarkovHead(38, rank) if rank else None
+    learned = [hidden, *markov.parameters()] if markov else [hidden]
+    ours = block_loss(hidden, blocks, head, index, teacher, config, LossConfig(soft_weight=soft, chunk_rows=3), markov)
+    gradients = torch.autograd.grad(ours.loss * 2, learned)
+    expected = slow_loss(hidden, blocks, head, index, teacher, soft, markov, ids)
     torch.testing.assert_close(ours.loss, expected)
-    torch.testing.assert_close(gradient, expected_gradient)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected * 2, learned))
 
 
 def test_accepted_counts_the_run_before_the_first_miss():

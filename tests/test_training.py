@@ -20,7 +20,7 @@ from training import recipe, run, write_answers
 
 from blockdraft.cli.wiring import held_out_acceptance
 from blockdraft.config import ConfigError, EngineConfig, OptimConfig, SamplingParams
-from blockdraft.drafters.block import BlockModel
+from blockdraft.drafters.block import BlockModel, draft_index
 from blockdraft.drafters.checkpoint import load_model
 from blockdraft.engine.engine import Engine
 from blockdraft.targets.resolve import load_target, load_tokenizer
@@ -28,7 +28,7 @@ from blockdraft.text import encode_chat
 from blockdraft.train import loop
 from blockdraft.train.batches import Batches, make_batch
 from blockdraft.train.data import Sample, make_sample
-from blockdraft.train.setup import choose_mask_token, draft_index, draft_vocabulary
+from blockdraft.train.setup import choose_mask_token, draft_vocabulary
 from blockdraft.train.weights import checkpoints, learning_rate
 
 
@@ -264,8 +264,8 @@ def test_mask_token_and_draft_vocabulary() -> None:
     kept, coverage = draft_vocabulary(samples, 3, 20, [2])
     assert kept.tolist() == [2, 6, 7] and coverage == pytest.approx(5 / 6)
     assert draft_vocabulary(samples, 4, 20, [2])[0].tolist() == [2, 5, 6, 7], "prompts count too, ties by id"
-    index = draft_index(kept, 20)
-    assert index is not None and index[kept].tolist() == [0, 1, 2] and int((index >= 0).sum()) == 3
+    index = draft_index(kept, 20, torch.device("cpu"))
+    assert index[kept].tolist() == [0, 1, 2] and int((index >= 0).sum()) == 3
     with pytest.raises(ConfigError, match="draft_vocab_size=1"):
         draft_vocabulary(samples, 1, 20, [2])
 

@@ -41,7 +41,7 @@ def recipe(folder: Path, **changes: Any) -> TrainConfig:
         "anchors": 5,
         "data": {"files": [str(folder / "answers.jsonl")], "held_out": 0.2, "min_answer_tokens": 4},
         "features": {"teacher_top_k": 4, "batch_tokens": 128},
-        "drafter": {"num_layers": 2, "num_taps": 1, "block_size": 4, "draft_vocab_size": 40},
+        "drafter": {"num_layers": 2, "num_taps": 1, "block_size": 4, "draft_vocab_size": 40, "markov_rank": 4},
         "loss": {"soft_weight": 0.3},
         "optim": {"lr": 3e-3, "ema": 0.9},
         "checkpoint_steps": 4,

@@ -70,6 +70,7 @@ class DrafterConfig(Strict):
     is_causal: bool | None = Field(None, description="None: sliding layers causal in the block, full layers not")
     anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
     draft_vocab_size: int | None = Field(None, description="rows of a reduced draft head; None: all of the target's")
+    markov_rank: int | None = Field(None, gt=0, description="rank of the Markov head; None: no such head")
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterConfig:
@@ -88,6 +89,11 @@ class DrafterConfig(Strict):
         if self.draft_vocab_size is not None and not 1 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 2..{self.vocab_size}")
         return self
+
+    @property
+    def num_head_rows(self) -> int:
+        """Tokens that can be drafted: the rows of the draft head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def max_drafts(self) -> int:
@@ -178,6 +184,7 @@ class DraftShape(Strict):
     sliding_window: int | None = None
     anchor_drafts: bool = False
     draft_vocab_size: int | None = Field(None, description="most frequent tokens of the data kept in the draft head")
+    markov_rank: int | None = Field(None, gt=0, description="rank of a Markov head (DSpark); None: no such head")
     init: Literal["random", "target"] = Field("random", description="target: layers start as copies of target layers")
     fusion_init: Literal["random", "whitened"] = Field(
         "random", description="whitened: taps enter centred and scaled by what they are on the training answers"

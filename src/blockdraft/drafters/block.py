@@ -69,6 +69,27 @@ class BlockLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class MarkovHead(nn.Module):
+    """What a drafted token says about the next one: a bias of low rank on its logits (DSpark, arXiv 2607.05147).
+
+    The rows of a block are filled at once, so none knows what another one chose; this lets each choice follow from
+    the one before.  Tokens are rows of the draft head; one that it does not have (-1) says nothing.
+    """
+
+    def __init__(self, tokens: int, rank: int) -> None:
+        super().__init__()
+        self.w1 = nn.Embedding(tokens, rank)
+        self.w2 = nn.Linear(rank, tokens, bias=False)
+
+    def embed(self, previous: Tensor) -> Tensor:
+        """Rows of the draft head [...] -> [..., rank]."""
+        return self.w1(previous.clamp(min=0)) * (previous >= 0)[..., None]
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """The bias on the next token's logits: [...] -> [..., V']."""
+        return self.w2(self.embed(previous))
+
+
 class BlockModel(nn.Module):
     """The drafter's own weights, under the published tensor names; embedding and head are the target's."""
 
@@ -81,6 +102,7 @@ class BlockModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config.num_head_rows, config.markov_rank) if config.markov_rank else None
         inverse, self.rotary_factor = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
@@ -109,7 +131,7 @@ class BlockModel(nn.Module):
 
 
 def initialise(model: BlockModel, seed: int, std: float = 0.02) -> None:
-    """Random weights: normal matrices, norms of one, biases of zero."""
+    """Random weights: normal matrices, norms of one, biases of zero, and a Markov head that says nothing yet."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
@@ -117,6 +139,8 @@ def initialise(model: BlockModel, seed: int, std: float = 0.02) -> None:
                 parameter.normal_(0.0, std, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    if model.markov_head is not None:
+        nn.init.zeros_(model.markov_head.w2.weight)
 
 
 class BlockDrafter:
@@ -142,6 +166,7 @@ class BlockDrafter:
         self.model, self.target, self.draft_ids, self.name = model, target, draft_ids, name
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
         self._head = target.head if draft_ids is None else _reduced_head(target.head_rows(draft_ids))
+        self._head_row = draft_index(draft_ids, info.vocab_size, info.device)
 
     def new_state(self, slots: int, capacity: int) -> KVCache:
         """The context cache; what is committed in it is what was observed."""
@@ -183,8 +208,27 @@ class BlockDrafter:
         positions = starts[:, None] + torch.arange(config.block_size, device=device)
         context = [state.gather(layer, rows, max(lengths)) for layer in range(config.num_layers)]
         hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts)[:, 0]
-        tokens = self._head(hidden[:, -self.max_drafts :]).argmax(dim=-1)
+        logits = self._head(hidden[:, -self.max_drafts :])
+        tokens = logits.argmax(dim=-1) if self.model.markov_head is None else self._follow(logits, anchors)
         return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens])
+
+    def _follow(self, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Choose from left to right, each token knowing the one before: logits [B, K, V'] -> rows [B, K]."""
+        assert self.model.markov_head is not None, "the caller looks"
+        previous, chosen = self._head_row[anchors], []
+        for k in range(logits.shape[1]):
+            previous = (logits[:, k] + self.model.markov_head(previous)).argmax(dim=-1)
+            chosen.append(previous)
+        return torch.stack(chosen, dim=1)
+
+
+def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
+    """Target id -> row of the draft head, -1 where a reduced head has none: [V]."""
+    if draft_ids is None:
+        return torch.arange(vocab_size, device=device)
+    index = torch.full((vocab_size,), -1, dtype=torch.long, device=device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=device)
+    return index
 
 
 def _reduced_head(weight: Tensor) -> nn.Module:

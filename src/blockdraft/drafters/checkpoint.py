@@ -1,7 +1,8 @@
 """The canonical folder of a drafter: config.json, model.safetensors and provenance.json.
 
 The layout is the published one, which SGLang and vLLM load for DFlash; tensor names carry no prefix, and the
-target's embedding and head are not among them.  A reduced draft head adds `d2t` [V']: target id minus draft id.
+target's embedding and head are not among them.  A reduced draft head adds `d2t` [V']: target id minus draft id; a
+Markov head adds its two matrices, which engines that know DFlash alone do not read.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "use_sliding_window": "sliding_attention" in layer_types,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
+        "markov_rank": config.markov_rank,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -120,6 +122,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
             "is_causal": merged.get("is_causal", merged.get("causal")),
             "anchor_drafts": bool(merged.get("sample_from_anchor")),
             "draft_vocab_size": merged.get("draft_vocab_size"),
+            "markov_rank": merged.get("markov_rank"),
         },
         where,
     )

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from blockdraft.config import ConfigError, TrainConfig
-from blockdraft.drafters.block import BlockModel
+from blockdraft.drafters.block import BlockModel, draft_index
 from blockdraft.drafters.checkpoint import save_drafter
 from blockdraft.targets.base import Target
 from blockdraft.train.batches import Batch, Batches, make_batch
@@ -29,7 +29,7 @@ from blockdraft.train.log import Log, Meter
 from blockdraft.train.loss import BlockLoss, Teacher, block_loss
 from blockdraft.train.progress import Meterbar, say
 from blockdraft.train.resume import Interrupt, check_identity
-from blockdraft.train.setup import Draft, draft_index
+from blockdraft.train.setup import Draft
 from blockdraft.train.weights import (
     Progress,
     Weights,
@@ -106,8 +106,8 @@ class _Run:
         self.weights = Weights(draft.model, config.optim, self.dtype, self.device)
         self.batches = Batches(dataset.train, config.batch_size, config.seed)
         self.head = target.head_rows(draft.draft_ids).detach().to(self.dtype)
-        index = draft_index(draft.draft_ids, target.info.vocab_size)
-        self.index = None if index is None else index.to(self.device)
+        draft_ids = None if draft.draft_ids is None else draft.draft_ids.to(self.device)
+        self.index = draft_index(draft_ids, target.info.vocab_size, self.device)
         self.progress, self.meter = Progress(), Meter()
 
     def start(self, resume: bool) -> None:
@@ -157,7 +157,9 @@ class _Run:
         context = model.context(features.taps.to(self.dtype), batch.positions)
         hidden = model(embedded, blocks.positions, context, blocks.context_lengths)
         teacher: Teacher | None = features.teacher if self.config.loss.soft_weight > 0 else None
-        return block_loss(hidden, blocks, self.head, self.index, teacher, model.config, self.config.loss)
+        return block_loss(
+            hidden, blocks, self.head, self.index, teacher, model.config, self.config.loss, model.markov_head
+        )
 
     def _after(self, epoch: int) -> None:
         """Log, evaluate and save where it is due."""

@@ -1,6 +1,6 @@
 """The loss over a block: cross-entropy to the answer's tokens, to the target's distribution, or a share of each.
 
-Letters: R rows that teach, V' head rows, M target ids with probability, K drafted tokens.
+Letters: R rows that teach, V' head rows, M target ids with probability, K drafted tokens, N rank of a Markov head.
 
 Logits exist for a chunk of rows at a time: the gradient with respect to the hidden states is made in the same
 pass, so nothing of size [rows, V'] is kept, and nothing is computed twice.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import DrafterConfig, LossConfig
+from blockdraft.drafters.block import MarkovHead
 from blockdraft.train.blocks import Blocks
 
 
@@ -45,31 +46,38 @@ class BlockLoss:
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
-    """sum_r sum_m -p[r, m] log softmax(h[r] W^T)[ids[r, m]] with hidden [R, D], weight [V', D], ids and p [R, M]."""
+    """sum_r sum_m -p[r, m] log softmax(h[r] W^T + e[r] U^T)[ids[r, m]].
+
+    hidden h [R, D], frozen weight W [V', D], ids and p [R, M]; e [R, N] and U [V', N] are a Markov head's (N may be 0).
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, p: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, p: Tensor, chunk: int, e: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(hidden)
+        gradient, e_gradient, u_gradient = torch.empty_like(hidden), torch.empty_like(e), torch.zeros_like(u)
         best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part] @ weight.T).float()
+            logits = torch.addmm(hidden[part] @ weight.T, e[part], u.T).float()
             best[part] = logits.argmax(dim=-1)
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
             mass = p[part].sum(dim=-1, keepdim=True)
             total += (mass * log_sum).sum() - (p[part] * logits.gather(1, ids[part])).sum()
             # d loss / d logits = mass * softmax - p, built in the logits' own memory
             logits.sub_(log_sum).exp_().mul_(mass).scatter_add_(1, ids[part], -p[part])
-            gradient[part] = logits.to(hidden.dtype) @ weight
-        ctx.save_for_backward(gradient)
+            logits = logits.to(hidden.dtype)
+            gradient[part], e_gradient[part] = logits @ weight, logits @ u
+            u_gradient.addmm_(logits.T, e[part])
+        ctx.save_for_backward(gradient, e_gradient, u_gradient)
         ctx.mark_non_differentiable(best)
         return total, best
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None, None, None
+        of_hidden, of_e, of_u = (gradient * gradients[0] for gradient in ctx.saved_tensors)
+        return of_hidden, None, None, None, None, of_e, of_u
 
 
 def block_loss(
@@ -80,11 +88,13 @@ def block_loss(
     teacher: Teacher | None,
     drafter: DrafterConfig,
     config: LossConfig,
+    markov: MarkovHead | None = None,
 ) -> BlockLoss:
     """sum(weight * CE) / sum(weight) over the rows that teach: hidden [B, A, Q, D], head [V', D].
 
     draft_index [V] gives the head row of a target id, -1 where a reduced head cannot say it; such a label
-    counts as a miss and is not learned.  ValueError: soft labels are asked for and there is no teacher.
+    counts as a miss and is not learned.  A Markov head is told the answer's own previous token, which is the one
+    drafted wherever a draft can still be accepted.  ValueError: soft labels are asked for and there is no teacher.
     """
     if config.soft_weight > 0 and teacher is None:
         raise ValueError("loss.soft_weight > 0 needs soft labels: set features.teacher_top_k")
@@ -98,7 +108,13 @@ def block_loss(
         soft_ids, soft = _teacher_rows(teacher, blocks, active, draft_index)
         ids, p = torch.cat([ids, soft_ids], dim=1), torch.cat([p, config.soft_weight * soft], dim=1)
     p = p * weights[:, None]
-    total, best = _SparseCrossEntropy.apply(hidden[active], head, ids.clamp(min=0), p, config.chunk_rows)
+    taught = hidden[active]
+    if markov is None:
+        e, u = taught.new_zeros(len(taught), 0), head.new_zeros(len(head), 0)
+    else:
+        previous = _previous_tokens(blocks, drafter)[active]
+        e, u = markov.embed(previous if draft_index is None else draft_index[previous]), markov.w2.weight
+    total, best = _SparseCrossEntropy.apply(taught, head, ids.clamp(min=0), p, config.chunk_rows, e, u)
     right = torch.zeros_like(active)
     right[active] = best == labels[:, 0]
     skip = drafter.block_size - drafter.max_drafts
@@ -110,6 +126,14 @@ def block_loss(
         accepted=float(right.int().cumprod(dim=-1).sum()),
         blocks=int(active[..., 0].sum()),
     )
+
+
+def _previous_tokens(blocks: Blocks, drafter: DrafterConfig) -> Tensor:
+    """The answer's token in front of each row's label: [B, A, Q]; the first draft's is the anchor."""
+    first = drafter.block_size - drafter.max_drafts
+    previous = blocks.labels.roll(1, dims=-1)
+    previous[..., first] = blocks.ids[..., 0]
+    return previous
 
 
 def _teacher_rows(

@@ -89,6 +89,7 @@ def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> 
         "sliding_window": shape.sliding_window,
         "anchor_drafts": shape.anchor_drafts,
         "draft_vocab_size": shape.draft_vocab_size,
+        "markov_rank": shape.markov_rank,
     }
     return DrafterConfig.parse(values, "drafter")
 
@@ -139,15 +140,6 @@ def draft_vocabulary(
 def count_tokens(parts: Any, vocab_size: int) -> Tensor:
     """How often each id occurs: [V]."""
     return torch.cat([part.flatten() for part in parts]).bincount(minlength=vocab_size)
-
-
-def draft_index(draft_ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Target id -> row of the draft head, -1 where there is none: [V]."""
-    if draft_ids is None:
-        return None
-    index = torch.full((vocab_size,), -1, dtype=torch.long)
-    index[draft_ids] = torch.arange(len(draft_ids))
-    return index
 
 
 def inherited_layers(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -50,10 +50,11 @@ class Weights:
             parameter.data = parameter.data.to(dtype)
         self.average = {name: p.clone() for name, p in self.masters.items()} if config.ema > 0 else None
         self._shared = dtype == torch.float32
-        matrices = [p for p in self.masters.values() if p.dim() > 1]
-        vectors = [p for p in self.masters.values() if p.dim() <= 1]
+        # A Markov head's matrices are tables of tokens: rare ones must not be moved as far as frequent ones.
+        matrices = [p for name, p in self.masters.items() if p.dim() > 1 and not name.startswith("markov_head.")]
+        others = [p for name, p in self.masters.items() if p.dim() <= 1 or name.startswith("markov_head.")]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(vectors, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
+            torch.optim.AdamW(others, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
         ]
         if config.name == "muon":
             self.optimizers.append(Muon(matrices, config.lr, weight_decay=config.weight_decay))
