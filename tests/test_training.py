@@ -191,10 +191,15 @@ def test_the_best_drafter_is_kept_and_loads(base: Path) -> None:
     assert provenance["step"] == 6 and provenance["acceptance"] == {"tau": 2.5}
     _, draft_ids = load_model(base / "run" / "best")
     assert draft_ids is not None and 1 in draft_ids, "the end token can be drafted"
-    warm = recipe(base, drafter={"warm_start": str(base / "run" / "last")}, steps=1, optim={"lr": 1e-9, "ema": 0.0})
-    run(warm, base / "warm")
-    started, ended = load_model(base / "warm" / "last")[0], load_model(base / "run" / "last")[0]
-    assert torch.allclose(started.fc.weight, ended.fc.weight, atol=1e-6)
+    ended = load_model(base / "run" / "last")[0]
+    for rank in (4, None):  # with and without a Markov head, which starts anew
+        changes = {"warm_start": str(base / "run" / "last"), "markov_rank": rank}
+        warm = recipe(base, drafter=changes, steps=1, optim={"lr": 1e-9, "ema": 0.0})
+        run(warm, base / f"warm-{rank}")
+        started = load_model(base / f"warm-{rank}" / "last")[0]
+        assert torch.allclose(started.fc.weight, ended.fc.weight, atol=1e-6)
+        if rank is not None:
+            assert ended.markov_head.w2.weight.any() and started.markov_head.w2.weight.abs().max() < 1e-6
 
 
 def test_layers_start_as_copies_of_the_target(base: Path) -> None:

@@ -187,10 +187,14 @@ def whiten_fusion(model: BlockModel, features: Features, samples: Sequence[Sampl
 
 
 def _copy_weights(model: BlockModel, source: BlockModel, where: str) -> None:
-    """Go on from a trained drafter; its draft vocabulary does not matter, as the head is the target's."""
+    """Go on from a trained drafter; its draft vocabulary does not matter, as the head is the target's.
+
+    A Markov head belongs to one draft vocabulary, so it starts anew.
+    """
     shapes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     for key in (*shapes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling", "anchor_drafts"):
         if getattr(model.config, key) != getattr(source.config, key):
             ours, theirs = getattr(model.config, key), getattr(source.config, key)
             raise ConfigError(f"drafter.warm_start={where}: {key} is {theirs} there and {ours} here")
-    model.load_state_dict(source.state_dict())
+    kept = {name: value for name, value in source.state_dict().items() if not name.startswith("markov_head.")}
+    model.load_state_dict(kept, strict=False)
