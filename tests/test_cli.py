@@ -311,13 +311,15 @@ def test_regenerate_resumes_and_repeats_itself(capsys: pytest.CaptureFixture[str
     assert {row["id"]: row for row in map(json.loads, again.read_text().splitlines())} == rows
 
 
-def test_regenerate_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    prompts, empty = tmp_path / "prompts.jsonl", tmp_path / "empty.jsonl"
+def test_regenerate_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str) -> None:
+    prompts, empty, long = tmp_path / "prompts.jsonl", tmp_path / "empty.jsonl", tmp_path / "long.jsonl"
     write_prompts(prompts, 1)
+    long.write_text(prompts.read_text() + json.dumps({"id": "tome", "prompt": "word " * 3000}) + "\n")
     empty.write_text("")
     for arguments, message in (
         ([str(tmp_path / "nowhere.jsonl"), "out.jsonl"], "nowhere.jsonl"),
         ([str(empty), "out.jsonl"], "no prompts"),
+        ([str(long), "out.jsonl", "--target", target], "prompt 'tome' has"),
         ([str(prompts), "out.jsonl", "--base-url", "http://127.0.0.1:9/v1"], "--model"),
         ([str(prompts), "out.jsonl", "--base-url", "ftp://x", "--model", "y"], "ftp://x"),
     ):

@@ -96,7 +96,13 @@ class EngineAnswers:
         chosen = drafter_choice(drafter)
         loaded, tokenizer = load(target, chosen)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
-        room = max(max(len(ids) for ids in self.ids.values()) + max_tokens, 8)
+        longest = max(self.ids, key=lambda name: len(self.ids[name]))
+        room = max(len(self.ids[longest]) + max_tokens, 8)
+        if room > loaded.info.max_context:
+            raise ValueError(
+                f"prompt '{longest}' has {len(self.ids[longest])} tokens; with {max_tokens} for its answer, that is "
+                f"more than the {loaded.info.max_context} of {loaded.info.name}: leave it out, or lower --max-tokens"
+            )
         self.max_tokens, self.top_p, self.slots = max_tokens, top_p, slots
         self.recording: Recording | None = None
         if kept is not None:
