@@ -12,7 +12,7 @@ from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
 
 import blockdraft
 from blockdraft import LLM, SamplingParams
-from blockdraft.engine import api
+from blockdraft.engine import drafting
 
 GREEDY = SamplingParams(max_tokens=20)
 
@@ -120,8 +120,10 @@ def test_the_shipped_drafter_is_found_beside_the_package(monkeypatch: pytest.Mon
     folder = tmp_path / "assets" / "hash-dflash"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(api, "files", lambda package: tmp_path)
-    monkeypatch.setattr(api, "load_drafter", lambda path, target: UnrelatedDrafter(3, 258) if path == folder else None)
+    monkeypatch.setattr(drafting, "files", lambda package: tmp_path)
+    monkeypatch.setattr(
+        drafting, "load_drafter", lambda path, target: UnrelatedDrafter(3, 258) if path == folder else None
+    )
     assert isinstance(make_llm("auto").drafter, UnrelatedDrafter)
 
 
