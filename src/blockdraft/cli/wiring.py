@@ -54,7 +54,7 @@ def load(target: str, drafter: DrafterChoice) -> tuple[HFTarget, PreTrainedToken
     loaded = load_target(target)
     if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
         raise ValueError(
-            f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, --drafter ngram, or --drafter none"
+            f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"
         )
     return loaded, load_tokenizer(target)
 
