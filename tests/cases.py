@@ -57,7 +57,7 @@ def neighbour(kind: str) -> HFTarget:
     model = tiny_model(kind, num_hidden_layers=LAYERS)
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
-        parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
     return HFTarget(model, f"near-{kind}")
 
 
