@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from fakes import ByteTokenizer, OracleDrafter, UnrelatedDrafter
 from oracles import check_stats, slow_stop
-from tiny import EOS, VOCAB, tiny_target
+from tiny import EOS, VOCAB, tiny_model, tiny_target
 
-from blockdraft.config import DrafterConfig, EngineConfig, SamplingParams
+from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, SamplingParams
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.drafters.independent import IndependentDrafter
+from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Request
 from blockdraft.targets.base import Target
+from blockdraft.targets.hf import HFTarget
 
 KINDS = ("llama", "qwen3")
-DRAFTERS = ("unrelated", "wrong", "right", "mixed", "block")
+DRAFTERS = ("unrelated", "wrong", "right", "mixed", "block", "ngram", "model")
 LAYERS = 2  # of a target
 LENGTH = 28  # tokens of a reference
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -46,6 +49,16 @@ class Reference:
 @cache
 def target(kind: str) -> Target:
     return tiny_target(kind, num_hidden_layers=LAYERS)
+
+
+@cache
+def neighbour(kind: str) -> HFTarget:
+    """A model that often says what the target says: the same weights, disturbed a little."""
+    model = tiny_model(kind, num_hidden_layers=LAYERS)
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+    return HFTarget(model, f"near-{kind}")
 
 
 @cache
@@ -116,6 +129,10 @@ def shorten(reference: Reference, capacity: int, rng: random.Random) -> tuple[Sa
 def make_drafter(case: Case) -> Drafter:
     if case.drafter == "block":
         return block_drafter(case.kind, case.max_drafts + 1)
+    if case.drafter == "ngram":
+        return NgramDrafter(NgramConfig(max_drafts=case.max_drafts))
+    if case.drafter == "model":
+        return IndependentDrafter(neighbour(case.kind), target(case.kind).info, case.max_drafts)
     if case.drafter == "unrelated":
         return UnrelatedDrafter(case.max_drafts, VOCAB, case.seed)
     spoil = {

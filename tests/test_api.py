@@ -12,7 +12,9 @@ from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
 
 import blockdraft
 from blockdraft import LLM, SamplingParams
-from blockdraft.engine import api
+from blockdraft.config import NgramConfig
+from blockdraft.drafters.ngram import NgramDrafter
+from blockdraft.engine import drafting
 
 GREEDY = SamplingParams(max_tokens=20)
 
@@ -120,9 +122,29 @@ def test_the_shipped_drafter_is_found_beside_the_package(monkeypatch: pytest.Mon
     folder = tmp_path / "assets" / "hash-dflash"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(api, "files", lambda package: tmp_path)
-    monkeypatch.setattr(api, "load_drafter", lambda path, target: UnrelatedDrafter(3, 258) if path == folder else None)
-    assert isinstance(make_llm("auto").drafter, UnrelatedDrafter)
+    monkeypatch.setattr(drafting, "files", lambda package: tmp_path)
+    loaded = UnrelatedDrafter(3, 258)
+    monkeypatch.setattr(drafting, "load_drafter", lambda path, target: loaded if path == folder else None)
+    assert make_llm("auto").drafter is loaded
+
+
+def test_drafters_by_name_and_by_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_llm().generate("one", GREEDY)[0]
+    for drafter, max_drafts in (("ngram", 10), ("ngram:3", 3), (NgramConfig(longest=2, max_drafts=4), 4)):
+        llm = make_llm(drafter)
+        assert isinstance(llm.drafter, NgramDrafter) and llm.drafter.max_drafts == max_drafts
+        assert llm.generate("one", GREEDY)[0].token_ids == plain.token_ids
+    assert make_llm("none").drafter is None
+    asked = []
+    monkeypatch.setattr(drafting, "resolve_folder", asked.append)
+    monkeypatch.setattr(drafting, "load_target", lambda spec, **options: asked.append(options) or ascii_target())
+    llm = make_llm("model:a/b:3", slots=2)
+    assert asked == ["a/b", {"dtype": "float32", "device": "cpu"}]
+    assert llm.drafter is not None and llm.drafter.max_drafts == 3
+    output = llm.generate("one", GREEDY)[0]
+    assert output.token_ids == plain.token_ids and output.stats.accepted == output.stats.drafted > 10
+    with pytest.raises(ValueError, match="drafter 'nowhere': no such folder"):
+        make_llm("nowhere")
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from models import save_tiny_drafter, save_tiny_target
+from tiny import tiny_llama
 
 from blockdraft.cli import main
 
@@ -64,6 +65,7 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def mistakes(folder: Path) -> list[tuple[list[str], str]]:
     """Command lines that cannot work, and what has to be said about each."""
     (folder / "empty.jsonl").write_text("")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n')
     (folder / "empty.yaml").write_text("")
     (folder / "bad.yaml").write_text("target: x\ndata: {files: [empty.jsonl]}\nstepz: 3\n")
     (folder / "good.yaml").write_text("target: x\ndata: {files: [nowhere.jsonl]}\n")
@@ -76,6 +78,16 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["generate", "x", "--target", path + "/folder", "--drafter", "none"], "empty folder"),
         (["generate", "x", "--target", path + "/empty.jsonl", "--drafter", "none"], "not a .gguf"),
         (["generate", "x", "--drafter", path + "/nowhere"], "no such folder"),
+        (
+            ["generate", "x", "--drafter", "eagle"],
+            "no such folder, nor another drafter: give auto, none, ngram, ngram:K,",
+        ),
+        (["regenerate", path + "/prompts.jsonl", "out", "--drafter", "model"], "model:NAME:K or a drafter's folder"),
+        (["generate", "x", "--drafter", "ngram:"], "drafter 'ngram:': max_drafts"),
+        (["bench", "--dataset", path + "/prompts.jsonl", "--drafter", "ngram:0"], "drafter 'ngram:0': max_drafts"),
+        (["generate", "x", "--drafter", "model:"], "drafter 'model:': model"),
+        (["generate", "x", "--drafter", "model:y:0"], "drafter 'model:y:0': max_drafts"),
+        (["generate", "x", "--drafter", f"model:{path}/nowhere:3"], "/nowhere' not found"),
         (["generate", "x", "--compare", "--drafter", "none"], "needs a drafter"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens"),
@@ -164,6 +176,37 @@ def test_generate_streams_the_same_answer_with_every_drafter(
     code, coloured, _ = run(capsys, *common, "--drafter", drafter, "--show-accepted", "--verify-width", "2")
     assert (code, coloured) == (0, plain), "no colour codes where there is no terminal"
     assert run(capsys, *common[:-1], "4", "--drafter", "none")[1] != plain
+
+
+@pytest.mark.parametrize(("temperature", "names"), [("0", ("ngram:3", "model:{}:2")), ("1", ("ngram", "model:{}"))])
+def test_drafters_that_need_no_training(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    temperature: str,
+    names: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(Path(target).parent)
+    folder = Path(target).name
+    common = ["generate", "Hello there there", "--target", folder, "--max-tokens", "30", "--seed", "3"]
+    common += ["--temperature", temperature]
+    _, plain, _ = run(capsys, *common, "--drafter", "none")
+    for name in names:
+        code, drafted, err = run(capsys, *common, "--drafter", name.format(folder))
+        assert (code, drafted) == (0, plain), (name, err)
+        assert "tau" in err
+        if name.endswith(":2"):
+            assert "tau 2.9" in err, "29 tokens in 10 passes: the target itself is always right"
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path
+) -> None:
+    tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "other")
+    capsys.readouterr()  # of saving
+    code, _, err = run(capsys, "generate", "Hello", "--target", target, "--drafter", f"model:{tmp_path / 'other'}")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "the draft model 'other' has a vocabulary of 96" in err
 
 
 def test_auto_without_a_shipped_drafter_says_what_to_do(capsys: pytest.CaptureFixture[str], target: str) -> None:
@@ -259,6 +302,25 @@ def test_bench_writes_json_and_tables(
     assert len(report["rows"]) == 3
 
 
+@pytest.mark.parametrize("kind", ["ngram:4", "model"])
+def test_bench_says_which_drafter_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, kind: str
+) -> None:
+    prompts, output = tmp_path / "few.jsonl", tmp_path / "few.json"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    name = kind if kind != "model" else f"model:{target}:4"
+    words = ["bench", "--dataset", str(prompts), "--target", target, "--drafter", name, "--max-tokens", "8"]
+    words += ["--arms", "plain,drafted", "--output", str(output)]
+    monkeypatch.setattr("sys.argv", ["blockdraft", *words])
+    assert run(capsys, *words)[0] == 0
+    setup = json.loads(output.read_text())["setup"]
+    folder = Path(target).name
+    said, settings = ("ngram", {"longest": 3, "shortest": 1}) if kind != "model" else (f"model:{folder}", {})
+    assert setup["drafter"] == {"name": said, "block_size": 5, "max_drafts": 4, **settings}
+    spelt = kind if kind != "model" else f"model:{folder}:4"
+    assert f"--drafter {spelt} " in setup["command"], "the command without the folders of this machine"
+
+
 def test_an_interrupted_bench_keeps_what_it_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, drafter: str
 ) -> None:
@@ -306,9 +368,11 @@ def test_regenerate_resumes_and_repeats_itself(capsys: pytest.CaptureFixture[str
     rows = {row["id"]: row for row in map(json.loads, answers.read_text().splitlines())}
     assert rows.keys() == {f"p{n}" for n in range(6)}
     assert {row["temperature"] for row in rows.values()} == {0.0, 1.0}
-    again = tmp_path / "again.jsonl"
-    assert run(capsys, "regenerate", str(prompts), str(again), *common, "--slots", "6")[0] == 0
-    assert {row["id"]: row for row in map(json.loads, again.read_text().splitlines())} == rows
+    for drafter in ("none", "ngram:4", f"model:{target}:3"):
+        again = tmp_path / f"again-{drafter[:5]}.jsonl"
+        options = ["--slots", "6", "--drafter", drafter]
+        assert run(capsys, "regenerate", str(prompts), str(again), *common, *options)[0] == 0
+        assert {row["id"]: row for row in map(json.loads, again.read_text().splitlines())} == rows
 
 
 def test_regenerate_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str) -> None:

@@ -8,6 +8,7 @@ from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
 from oracles import by_hand, check_stats
 
 from blockdraft.config import EngineConfig, SamplingParams
+from blockdraft.drafters.base import Proposal
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import RequestStats
 
@@ -57,6 +58,53 @@ def test_a_batch_admitted_late_and_out_of_order_answers_as_if_alone() -> None:
     for index, request in requests.items():
         assert request.output_ids == alone[index]
         check_stats(request)
+
+
+class ShortDrafter(OracleDrafter):
+    """Right everywhere, but it says that only so many tokens of each row are drafts."""
+
+    tap_ids = ()
+
+    def observe(self, state, rows, tokens, taps, counts):
+        assert taps is None
+        for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
+            state[row] += ids[:count]
+
+    def propose(self, state, rows, anchors):
+        proposal = super().propose(state, rows, anchors)
+        return Proposal(proposal.tokens, counts=[len(state[row]) % 4 for row in rows])
+
+
+def test_only_what_a_drafter_counts_as_drafts_is_verified() -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=41, ignore_eos=True)
+    prompts = [[3, 4, 5], [6, 7], [1]]
+    answers = [by_hand(target, prompt, params) for prompt in prompts]
+    known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    engine = Engine(target, ShortDrafter(7, 61, known), EngineConfig(slots=3))
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        assert request.output_ids == answer
+        at, rounds, drafted = len(prompt), 0, 0
+        while at < len(prompt) + 40:
+            width = min(at % 4, len(prompt) + 40 - at - 1)
+            at, rounds, drafted = at + width + 1, rounds + 1, drafted + width
+        assert (request.stats.rounds, request.stats.drafted, request.stats.accepted) == (rounds, drafted, drafted)
+        check_stats(request)
+
+
+def test_a_round_without_drafts_is_plain_decoding() -> None:
+    target = HashTarget()
+    widths = []
+    forward = target.forward
+    target.forward = lambda ids, *rest, **more: widths.append(ids.shape[1]) or forward(ids, *rest, **more)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    drafter = ShortDrafter(7, 61, [[3, 4, 5, 6, *by_hand(target, [3, 4, 5, 6], params)]])
+    engine = Engine(target, drafter, EngineConfig())
+    engine.add([3, 4, 5, 6], params)
+    engine.run()
+    assert widths == [4, 1, 2, 4, 1], "a prompt, then as many tokens as were drafted and the anchor"
 
 
 def test_a_stop_inside_a_block_ends_answer_and_counts() -> None:

@@ -109,6 +109,27 @@ class DrafterConfig(Strict):
         return self.is_causal if self.is_causal is not None else self.window(layer) is not None
 
 
+class NgramConfig(Strict):
+    """Drafting by looking up what followed before (Saxena 2023, "Prompt lookup decoding"; the defaults are its own)."""
+
+    max_drafts: int = Field(10, ge=1, le=255)
+    longest: int = Field(3, ge=1, description="tokens at the end of the text that are looked for first")
+    shortest: int = Field(1, ge=1, description="tokens that must match at least")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NgramConfig:
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest={self.shortest} is more than longest={self.longest}")
+        return self
+
+
+class DraftModelConfig(Strict):
+    """Drafting by a smaller causal language model of its own (Leviathan et al., arXiv 2211.17192)."""
+
+    model: str = Field(min_length=1, description="what names it: a folder, a GGUF file, a Hub id, or a short name")
+    max_drafts: int = Field(5, ge=1, le=255)
+
+
 class SamplingParams(Strict):
     """How the target chooses tokens; names and defaults follow vLLM's.
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from blockdraft.bench.prompts import Prompt
     from blockdraft.bench.summary import Margin
     from blockdraft.config import SamplingParams
+    from blockdraft.drafters.names import DrafterChoice
     from blockdraft.engine.api import LLM
 
 ARMS = ("plain", "drafted", "hf")
@@ -32,7 +33,7 @@ def command(
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
     arms: Annotated[str, typer.Option(help="What to compare, by commas; the first is the reference.")] = ",".join(ARMS),
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    drafter: Annotated[str, typer.Option(help="auto, or a drafter's folder.")] = "auto",
+    drafter: Annotated[str, typer.Option(help="auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
@@ -57,9 +58,10 @@ def command(
     prompts = load_prompts(dataset, data_dir, limit)
     path = output if output is not None else Path("results") / f"bench-{Path(dataset).stem}-t{temperature:g}.json"
 
-    from blockdraft.cli.wiring import drafter_choice, load, make_chat, prepare
+    from blockdraft.cli.wiring import load, make_chat, prepare
+    from blockdraft.drafters.names import parse_drafter
 
-    chosen = drafter_choice(drafter) if "drafted" in names else None
+    chosen = parse_drafter(drafter) if "drafted" in names else None
     if "drafted" in names and chosen is None:
         raise ValueError("the drafted arm needs a drafter: give --drafter FOLDER, or leave the arm out of --arms")
     prepare(threads)
@@ -101,21 +103,23 @@ def room_for(prompts: Sequence[Prompt], chat: Chat, max_tokens: int) -> int:
 def without_folder(word: str) -> str:
     """A path without the folders above it, which only mean something on one machine; other words as they are."""
     option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-    return option + equals + (Path(value).name if "/" in value else value)
+    model = "model:" if value.startswith("model:") else ""
+    return option + equals + (model + Path(value).name if "/" in value else value)
 
 
-def describe_drafter(chosen: str | None, llm: LLM) -> dict[str, Any] | None:
+def describe_drafter(chosen: DrafterChoice, llm: LLM) -> dict[str, Any] | None:
     """What the report says of the drafter: enough to know it again."""
     if chosen is None or llm.drafter is None:
         return None
-    folder = Path(chosen) if chosen != "auto" else shipped_folder(llm.target.info.name)
-    weights = (folder / "model.safetensors").read_bytes()
-    return {
+    facts = {
         "name": llm.drafter.name,
         "block_size": llm.drafter.block_size,
         "max_drafts": llm.drafter.max_drafts,
-        "sha256": hashlib.sha256(weights).hexdigest(),
     }
+    if chosen != "auto" and not isinstance(chosen, Path):
+        return {**facts, **chosen.model_dump(exclude={"model"})}  # a model is in the drafter's name, without its path
+    folder = chosen if isinstance(chosen, Path) else shipped_folder(llm.target.info.name)
+    return {**facts, "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()}
 
 
 def make_arm(name: str, llm: LLM, target: str, room: int, slots: int, params: SamplingParams) -> Arm:

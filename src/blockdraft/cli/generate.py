@@ -29,7 +29,9 @@ def command(
     ] = False,
     show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour what the drafter got right.")] = False,
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    drafter: Annotated[str, typer.Option(help="auto, none, or a drafter's folder.")] = "auto",
+    drafter: Annotated[
+        str, typer.Option(help="auto, none, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
+    ] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the most likely token each time.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -61,9 +63,10 @@ def command(
         },
         "generate",
     )
-    from blockdraft.cli.wiring import drafter_choice, load, make_chat, prepare
+    from blockdraft.cli.wiring import load, make_chat, prepare
+    from blockdraft.drafters.names import parse_drafter
 
-    chosen = drafter_choice(drafter)
+    chosen = parse_drafter(drafter)
     if compare and chosen is None:
         raise ValueError("--compare needs a drafter: leave out --drafter none")
     if compare and show_accepted:

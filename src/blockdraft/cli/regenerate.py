@@ -22,7 +22,9 @@ def command(
     prompts: Annotated[Path, typer.Argument(help="JSONL with 'prompt' or 'messages', and perhaps 'id'.")],
     output: Annotated[Path, typer.Argument(help="JSONL to add answers to; prompts answered there are skipped.")],
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    drafter: Annotated[str, typer.Option(help="none, auto, or a drafter's folder.")] = "none",
+    drafter: Annotated[
+        str, typer.Option(help="none, auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
+    ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
     greedy_share: Annotated[float, typer.Option(help="Share of the prompts that is answered greedily.")] = 0.67,
     temperature: Annotated[float, typer.Option(help="For the others.")] = 0.7,
@@ -89,11 +91,12 @@ class EngineAnswers:
         slots: int,
         kept: tuple[TrainConfig, Path] | None = None,
     ) -> None:
-        from blockdraft.cli.wiring import drafter_choice, load
+        from blockdraft.cli.wiring import load
+        from blockdraft.drafters.names import parse_drafter
         from blockdraft.engine.api import LLM
         from blockdraft.text import encode_chat
 
-        chosen = drafter_choice(drafter)
+        chosen = parse_drafter(drafter)
         loaded, tokenizer = load(target, chosen)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
         longest = max(self.ids, key=lambda name: len(self.ids[name]))

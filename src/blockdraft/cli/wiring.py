@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from blockdraft.config import SamplingParams
     from blockdraft.drafters.base import Drafter
     from blockdraft.drafters.block import BlockModel
+    from blockdraft.drafters.names import DrafterChoice
     from blockdraft.engine.engine import Engine
     from blockdraft.targets.base import Target
     from blockdraft.targets.hf import HFTarget
@@ -43,23 +44,19 @@ def prepare(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
-def load(target: str, drafter: str | None) -> tuple[HFTarget, PreTrainedTokenizerBase]:
-    """A target and its tokenizer.  Raises ValueError, in one line, also if `auto` finds no drafter for it."""
+def load(target: str, drafter: DrafterChoice) -> tuple[HFTarget, PreTrainedTokenizerBase]:
+    """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
+    from blockdraft.engine.drafting import find_drafter
     from blockdraft.targets.resolve import load_target, load_tokenizer
 
+    if drafter != "auto":
+        find_drafter(drafter, target)  # a missing one should not cost the time of loading a target
     loaded = load_target(target)
     if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
-        raise ValueError(f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or --drafter none")
+        raise ValueError(
+            f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"
+        )
     return loaded, load_tokenizer(target)
-
-
-def drafter_choice(name: str) -> str | None:
-    """auto, a folder, or None for plain decoding; a folder that is not there is refused before anything is loaded."""
-    if name == "none":
-        return None
-    if name != "auto" and not Path(name).is_dir():
-        raise ValueError(f"--drafter {name}: no such folder (or auto, or none)")
-    return name
 
 
 def make_chat(tokenizer: PreTrainedTokenizerBase, raw: bool = False, system: str | None = None) -> Chat:

@@ -52,10 +52,15 @@ class Lender(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens [B, K] for the positions after the anchors; confidence [B, K] is the draft's probability."""
+    """Drafted tokens [B, K] for the positions after the anchors; confidence [B, K] is the draft's probability.
+
+    Of row b, the first counts[b] are drafts and the rest are padding that is never verified; None: all K are.
+    K may be less than `max_drafts`, and 0 where there is nothing to draft.
+    """
 
     tokens: Tensor
     confidence: Tensor | None = None
+    counts: Sequence[int] | None = None
 
 
 class Drafter(Protocol):
@@ -80,7 +85,7 @@ class Drafter(Protocol):
         """Take in committed tokens: the first counts[b] of tokens [B, S] with their taps [B, S, T, D].
 
         They follow the row's earlier ones without a gap.  The anchor is not among them: its taps do not
-        exist until the target has seen it.
+        exist until the target has seen it.  taps is None if `tap_ids` is empty.
         """
         ...
 

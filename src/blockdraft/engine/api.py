@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.config import EngineConfig, SamplingParams
-from blockdraft.drafters.base import Drafter
-from blockdraft.drafters.checkpoint import load_drafter
+from blockdraft.engine.drafting import Wanted, find_drafter, make_drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import FinishReason, Piece, Request, RequestStats
 from blockdraft.targets.base import Target
@@ -40,7 +38,8 @@ class LLM:
     """A target and a drafter, ready to answer.
 
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
-    `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, or a drafter.
+    `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed
+    before), "model:NAME" (a smaller model), the settings of one of these two, or a drafter that is ready.
     The answers are the same with every drafter, `slots` (requests at once) and `verify_width`: exactly in float32
     on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
@@ -49,7 +48,7 @@ class LLM:
     def __init__(
         self,
         target: str | Path | Target = "smollm2-135m",
-        drafter: str | Path | Drafter | None = "auto",
+        drafter: Wanted = "auto",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str = "float32",
@@ -62,16 +61,16 @@ class LLM:
         if isinstance(target, (str, Path)):
             spec = str(target)
             # The drafter is looked up first: a missing one should not cost the time of loading a target.
-            folder = _shipped_drafter(canonical_name(spec)) if drafter == "auto" else drafter
+            found = find_drafter(drafter, canonical_name(spec))
             # The target next: of a folder that is no model it says what is wrong, the tokenizer only that it lacks one.
             target = load_target(spec, dtype=dtype, device=device)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(spec)
         else:
-            folder = _shipped_drafter(target.info.name) if drafter == "auto" else drafter
+            found = find_drafter(drafter, target.info.name)
             if tokenizer is None:
                 raise ValueError("a loaded target needs its tokenizer: pass tokenizer=")
         self.target, self.tokenizer = target, tokenizer
-        self.drafter = load_drafter(folder, target) if isinstance(folder, (str, Path)) else folder
+        self.drafter = make_drafter(found, target)
         self.engine = Engine(target, self.drafter, config, tokenizer)
 
     def generate(
@@ -173,13 +172,3 @@ def _output(request: Request) -> Output:
     return Output(
         request.text, request.output_ids, request.finish_reason, request.stats, request.prompt_ids, request.seed
     )
-
-
-def _shipped_drafter(name: str) -> Path:
-    """The folder of the drafter that comes with the package for a target.  ValueError: there is none."""
-    folder = Path(str(files("blockdraft"))) / "assets" / f"{name}-dflash"
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"no drafter is shipped for target '{name}': pass drafter=None for plain decoding, or a folder"
-        )
-    return folder

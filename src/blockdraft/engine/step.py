@@ -74,8 +74,7 @@ def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdi
 
     room = [pair.cache.capacity - start for start in starts]
     widths = verify_widths(limit, [request.remaining for request in requests], room)
-    drafts = propose(pair, rows, anchors, max(widths))
-    widths = [min(width, drafts.shape[1]) for width in widths]
+    drafts, widths = propose(pair, rows, anchors, widths)
 
     block = torch.cat([anchors[:, None], drafts], dim=1)
     out = pair.target.forward(block, pair.cache, rows)
@@ -93,8 +92,11 @@ def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdi
     ]
 
 
-def propose(pair: Pair, rows: Sequence[int], anchors: Tensor, width: int) -> Tensor:
-    """Drafts [B, K] after anchors [B], K <= width; none if there is nothing to draft for."""
-    if pair.drafter is None or width == 0:
-        return anchors.new_empty(len(anchors), 0)
-    return pair.drafter.propose(pair.state, rows, anchors).tokens[:, :width]
+def propose(pair: Pair, rows: Sequence[int], anchors: Tensor, limits: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Drafts [B, K] after anchors [B], and how many of each row's to verify: at most limits[b], the most of them K."""
+    if pair.drafter is None or max(limits) == 0:
+        return anchors.new_empty(len(anchors), 0), [0] * len(anchors)
+    proposal = pair.drafter.propose(pair.state, rows, anchors)
+    counts = proposal.counts if proposal.counts is not None else [proposal.tokens.shape[1]] * len(anchors)
+    widths = [min(limit, count) for limit, count in zip(limits, counts, strict=True)]
+    return proposal.tokens[:, : max(widths)], widths

@@ -1,0 +1,84 @@
+"""Drafts without a model: what followed the last time that the text ended like this (Saxena 2023, prompt lookup).
+
+Letters: B rows, S tokens just committed, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import NgramConfig
+from blockdraft.drafters.base import Proposal
+
+
+class Text:
+    """The committed tokens of a row, and where each of its n-grams last ended.
+
+    Every n-gram in the index is followed by something: by a committed token, or by the anchor, which is not among
+    them.  So the end of the text, anchor included, never finds itself.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self.ids: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Commit tokens; each costs one entry per length of n-gram."""
+        for token in ids:
+            self.ids.append(token)
+            end = len(self.ids)
+            for length in range(self.config.shortest, min(self.config.longest, end) + 1):
+                self.ends[tuple(self.ids[end - length :])] = end
+
+    def following(self, anchor: int) -> list[int]:
+        """What followed the latest earlier occurrence of the longest known ending: at most `max_drafts`, or nothing.
+
+        Where that runs into the end of the text, it goes on with what it has drafted: a text that repeats itself.
+        """
+        ending = [*self.ids[-self.config.longest :], anchor][-self.config.longest :]
+        for length in range(len(ending), self.config.shortest - 1, -1):
+            start = self.ends.get(tuple(ending[-length:]))
+            if start is not None:
+                found = [*self.ids[start : start + self.config.max_drafts], anchor]
+                period = len(self.ids) + 1 - start
+                return [found[k % period] for k in range(self.config.max_drafts)]
+        return []
+
+
+class NgramDrafter:
+    """Prompt lookup as a drafter: free of any model, good where an answer repeats its prompt or itself."""
+
+    name = "ngram"
+    tap_ids: tuple[int, ...] = ()
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self.max_drafts, self.block_size = config.max_drafts, config.max_drafts + 1
+
+    def new_state(self, slots: int, capacity: int) -> list[Text]:  # noqa: ARG002  # texts grow as they need
+        return [Text(self.config) for _ in range(slots)]
+
+    def reset(self, state: list[Text], row: int) -> None:
+        state[row] = Text(self.config)
+
+    def observe(
+        self,
+        state: list[Text],
+        rows: Sequence[int],
+        tokens: Tensor,
+        taps: Tensor | None,  # noqa: ARG002  # it asks for none
+        counts: Sequence[int],
+    ) -> None:
+        for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
+            state[row].extend(ids[:count])
+
+    def propose(self, state: list[Text], rows: Sequence[int], anchors: Tensor) -> Proposal:
+        """anchors [B] -> tokens [B, K]; K = 0 if no row has seen its ending before."""
+        drafts = [state[row].following(anchor) for row, anchor in zip(rows, anchors.tolist(), strict=True)]
+        counts = [len(ids) for ids in drafts]
+        padded = [ids + [0] * (max(counts) - len(ids)) for ids in drafts]
+        return Proposal(torch.tensor(padded, dtype=anchors.dtype, device=anchors.device), counts=counts)

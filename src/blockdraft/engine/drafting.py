@@ -1,0 +1,65 @@
+"""From what a person calls a drafter to one that is ready to draft for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+from blockdraft.config import DraftModelConfig, NgramConfig
+from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.checkpoint import load_drafter
+from blockdraft.drafters.independent import IndependentDrafter
+from blockdraft.drafters.names import parse_drafter
+from blockdraft.drafters.ngram import NgramDrafter
+from blockdraft.targets.base import Target
+from blockdraft.targets.resolve import load_target, resolve_folder
+
+# What `LLM` takes: a name (see `drafters.names`), a folder, settings, a drafter that is ready, None: plain decoding.
+Wanted = str | Path | NgramConfig | DraftModelConfig | Drafter | None
+Found = Path | NgramConfig | DraftModelConfig | Drafter | None
+
+
+def find_drafter(wanted: Wanted, target: str) -> Found:
+    """What is meant, for a target of that name; nothing is loaded.  ValueError: it is not there, in one line."""
+    choice = parse_drafter(wanted) if isinstance(wanted, str) else wanted
+    if choice == "auto":
+        return _shipped_drafter(target)
+    if isinstance(choice, DraftModelConfig):
+        with _named(choice):
+            resolve_folder(choice.model)
+    return choice
+
+
+def make_drafter(found: Found, target: Target) -> Drafter | None:
+    """The drafter, ready to draft for `target`.  ValueError, in one line: it cannot be loaded, or does not fit."""
+    if isinstance(found, Path):
+        return load_drafter(found, target)
+    if isinstance(found, NgramConfig):
+        return NgramDrafter(found)
+    if isinstance(found, DraftModelConfig):
+        info = target.info
+        with _named(found):
+            model = load_target(found.model, dtype=str(info.dtype).removeprefix("torch."), device=str(info.device))
+            return IndependentDrafter(model, info, found.max_drafts)
+    return found
+
+
+@contextmanager
+def _named(config: DraftModelConfig) -> Iterator[None]:
+    """Errors of the model say that it was wanted as a drafter: they speak of targets."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"drafter 'model:{config.model}': {error}") from error
+
+
+def _shipped_drafter(name: str) -> Path:
+    """The folder of the drafter that comes with the package for a target.  ValueError: there is none."""
+    folder = Path(str(files("blockdraft"))) / "assets" / f"{name}-dflash"
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"no drafter is shipped for target '{name}': pass drafter=None for plain decoding, or a folder"
+        )
+    return folder
