@@ -29,6 +29,9 @@ def command(
     ] = False,
     show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour what the drafter got right.")] = False,
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    target_impl: Annotated[
+        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
+    ] = "auto",
     drafter: Annotated[str, typer.Option(help="auto, none, or a drafter's folder.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the most likely token each time.")] = 0.0,
@@ -71,7 +74,7 @@ def command(
     prepare(threads)
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen)
+    loaded, tokenizer = load(target, chosen, target_impl)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
     llm = LLM(loaded, chosen, tokenizer=tokenizer, slots=1, capacity=max(room, 8), verify_width=verify_width)

@@ -22,6 +22,9 @@ def command(
     prompts: Annotated[Path, typer.Argument(help="JSONL with 'prompt' or 'messages', and perhaps 'id'.")],
     output: Annotated[Path, typer.Argument(help="JSONL to add answers to; prompts answered there are skipped.")],
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    target_impl: Annotated[
+        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
+    ] = "auto",
     drafter: Annotated[str, typer.Option(help="none, auto, or a drafter's folder.")] = "none",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
     greedy_share: Annotated[float, typer.Option(help="Share of the prompts that is answered greedily.")] = 0.67,
@@ -66,7 +69,7 @@ def command(
 
         prepare(threads)
         kept = (config, features) if config is not None and features is not None else None
-        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept)
+        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept, target_impl)
     result = regenerate(prompts, output, answers, seed, greedy_share, temperature, limit, console)
     if not result.finished:
         raise typer.Exit(130)
@@ -88,13 +91,14 @@ class EngineAnswers:
         top_p: float,
         slots: int,
         kept: tuple[TrainConfig, Path] | None = None,
+        target_impl: str = "auto",
     ) -> None:
         from blockdraft.cli.wiring import drafter_choice, load
         from blockdraft.engine.api import LLM
         from blockdraft.text import encode_chat
 
         chosen = drafter_choice(drafter)
-        loaded, tokenizer = load(target, chosen)
+        loaded, tokenizer = load(target, chosen, target_impl)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
         room = max(max(len(ids) for ids in self.ids.values()) + max_tokens, 8)
         self.max_tokens, self.top_p, self.slots = max_tokens, top_p, slots

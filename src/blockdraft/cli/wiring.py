@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blockdraft.drafters.block import BlockModel
     from blockdraft.engine.engine import Engine
     from blockdraft.targets.base import Target
-    from blockdraft.targets.hf import HFTarget
+    from blockdraft.targets.pretrained import PretrainedTarget
 
 DEFAULT_TARGET = "smollm2-135m"
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -43,11 +43,13 @@ def prepare(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
-def load(target: str, drafter: str | None) -> tuple[HFTarget, PreTrainedTokenizerBase]:
+def load(
+    target: str, drafter: str | None, implementation: str = "auto"
+) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if `auto` finds no drafter for it."""
     from blockdraft.targets.resolve import load_target, load_tokenizer
 
-    loaded = load_target(target)
+    loaded = load_target(target, implementation=implementation)
     if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
         raise ValueError(f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or --drafter none")
     return loaded, load_tokenizer(target)
