@@ -127,6 +127,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
         least, most = self.span
+        if least <= flat.shape[0] <= most:
+            return self.product(flat.contiguous()).view(*x.shape[:-1], self.out_features)
         parts = []
         for part in flat.split(most):
             rows = part.shape[0]
