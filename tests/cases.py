@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from fakes import ByteTokenizer, OracleDrafter, UnrelatedDrafter
 from oracles import check_stats, slow_stop
-from tiny import EOS, VOCAB, tiny_model, tiny_target
+from tiny import EOS, VOCAB, tiny_model
+from transformers import PreTrainedModel
 
 from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, SamplingParams
 from blockdraft.drafters.base import Drafter
@@ -20,9 +21,17 @@ from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Request
 from blockdraft.targets.base import Target
+from blockdraft.targets.dense import DenseTarget
 from blockdraft.targets.hf import HFTarget
 
-KINDS = ("llama", "qwen3")
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+# name -> (what computes the layers, whose layers, what is different about them)
+KINDS: dict[str, tuple[type[HFTarget | DenseTarget], str, dict[str, Any]]] = {
+    "hf-llama": (HFTarget, "llama", {}),
+    "dense-llama": (DenseTarget, "llama", {}),
+    "hf-qwen3": (HFTarget, "qwen3", {}),
+    "dense-qwen3-mixed": (DenseTarget, "qwen3-mixed", MIXED),
+}
 DRAFTERS = ("unrelated", "wrong", "right", "mixed", "block", "ngram", "model")
 LAYERS = 2  # of a target
 LENGTH = 28  # tokens of a reference
@@ -46,19 +55,25 @@ class Reference:
     answer: list[int]
 
 
+def untouched(kind: str) -> PreTrainedModel:
+    """The model as transformers makes it."""
+    _, layers, overrides = KINDS[kind]
+    return tiny_model(layers, num_hidden_layers=LAYERS, **overrides)
+
+
 @cache
 def target(kind: str) -> Target:
-    return tiny_target(kind, num_hidden_layers=LAYERS)
+    return KINDS[kind][0](untouched(kind), kind)
 
 
 @cache
-def neighbour(kind: str) -> HFTarget:
+def neighbour(kind: str) -> Target:
     """A model that often says what the target says: the same weights, disturbed a little."""
-    model = tiny_model(kind, num_hidden_layers=LAYERS)
+    model = untouched(kind)
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
-    return HFTarget(model, f"near-{kind}")
+    return KINDS[kind][0](model, f"near-{kind}")
 
 
 @cache
@@ -90,12 +105,12 @@ class Case:
 
 def make_case(seed: int) -> Case:
     rng = random.Random(seed)
-    kind = KINDS[seed % 2]
+    kind = list(KINDS)[seed % 4]
     chosen = rng.sample(references(kind), rng.randint(1, 5))
     width, capacity = rng.choice((None, None, 0, 1, 3)), rng.choice((80, 100, 200))
     return Case(
         kind,
-        drafter=DRAFTERS[seed // 2 % len(DRAFTERS)],
+        drafter=DRAFTERS[seed // 4 % len(DRAFTERS)],
         max_drafts=rng.randint(2, 16) - 1,
         config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width),
         seed=seed,

@@ -44,9 +44,9 @@ def test_ragged_rows_equal_the_model_without_a_cache(kind: str, pack: bool) -> N
     assert cache.lengths == [14, 0, 130, 75]
     for b, text in enumerate(texts):
         logits, states = reference(model, text)
-        torch.testing.assert_close(out.logits[b], logits[-width:], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(out.logits[b], logits[-width:], rtol=1e-5, atol=5e-5)
         for t, tap in enumerate(taps):
-            torch.testing.assert_close(out.taps[b, :, t], states[tap + 1][-width:], rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(out.taps[b, :, t], states[tap + 1][-width:], rtol=1e-5, atol=5e-5)
 
 
 def test_a_window_shorter_than_the_text_matters() -> None:
@@ -217,7 +217,7 @@ def test_other_architectures_are_served_or_refused_never_wrong() -> None:
     text = random_ids(90)
     logits, _ = reference(model, text)
     target = HFTarget(model, "gpt2")
-    torch.testing.assert_close(fill(target, target.new_cache(1, 128), 0, text, (40, 1)), logits, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(fill(target, target.new_cache(1, 128), 0, text, (40, 1)), logits, rtol=1e-5, atol=5e-5)
 
 
 def test_a_recurrent_model_is_refused() -> None:

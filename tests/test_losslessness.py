@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DRAFTERS, KINDS, LAYERS, LENGTH, SETTINGS, Case, make_case, references, run_case, target
+from cases import DRAFTERS, KINDS, LENGTH, SETTINGS, Case, make_case, references, run_case, target, untouched
 from fakes import FakeDrafter, OracleDrafter
-from tiny import tiny_model
 
 from blockdraft.cache import KVCache
 from blockdraft.config import EngineConfig, SamplingParams
@@ -54,7 +53,7 @@ def test_the_cases_reach_what_they_are_meant_to() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_are_those_of_hugging_face(kind: str) -> None:
-    model = tiny_model(kind, num_hidden_layers=LAYERS)  # untouched by the adapter
+    model = untouched(kind)
     compared = 0
     for reference in references(kind):
         if reference.params.temperature == 0.0 and reference.params.repetition_penalty == 1.0:

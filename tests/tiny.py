@@ -15,6 +15,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -46,6 +48,12 @@ def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **overrides})).eval()
 
 
+def tiny_qwen2(seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
+    """Qwen2: biases on queries, keys and values."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, **overrides})).eval()
+
+
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     """Qwen3: norms on queries and keys."""
     torch.manual_seed(seed)
@@ -66,9 +74,16 @@ def tiny_qwen3_mixed(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """One of `KINDS`, as transformers makes it."""
-    builders = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral, "qwen3-mixed": tiny_qwen3_mixed}
-    return builders[kind](seed, **overrides)
+    """One of `KINDS` (or "qwen2"), as transformers makes it."""
+    builders = {
+        "llama": tiny_llama,
+        "qwen2": tiny_qwen2,
+        "qwen3": tiny_qwen3,
+        "mistral": tiny_mistral,
+        "qwen3-mixed": tiny_qwen3_mixed,
+    }
+    made: PreTrainedModel = builders[kind](seed, **overrides)
+    return made
 
 
 def tiny_target(kind: str = "llama", seed: int = 0, pack: bool = True, **overrides: Any) -> HFTarget:

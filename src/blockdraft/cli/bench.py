@@ -33,6 +33,9 @@ def command(
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
     arms: Annotated[str, typer.Option(help="What to compare, by commas; the first is the reference.")] = ",".join(ARMS),
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    target_impl: Annotated[
+        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
+    ] = "auto",
     drafter: Annotated[str, typer.Option(help="auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.0,
@@ -68,7 +71,7 @@ def command(
     from blockdraft.bench.report import machine
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen)
+    loaded, tokenizer = load(target, chosen, target_impl)
     chat = make_chat(tokenizer)
     room = room_for(prompts, chat, max_tokens)
     llm = LLM(loaded, chosen, tokenizer=tokenizer, slots=slots, capacity=room, verify_width=verify_width)
@@ -78,6 +81,7 @@ def command(
         "prompts": len(prompts),
         "params": params.model_dump(mode="json"),
         "target": llm.target.info.name,
+        "target_impl": loaded.implementation,
         "dtype": str(llm.target.info.dtype).removeprefix("torch."),
         "drafter": describe_drafter(chosen, llm),
         "repeats": repeats,

@@ -29,6 +29,9 @@ def command(
     ] = False,
     show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour what the drafter got right.")] = False,
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    target_impl: Annotated[
+        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
+    ] = "auto",
     drafter: Annotated[
         str, typer.Option(help="auto, none, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
     ] = "auto",
@@ -74,7 +77,7 @@ def command(
     prepare(threads)
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen)
+    loaded, tokenizer = load(target, chosen, target_impl)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
     llm = LLM(loaded, chosen, tokenizer=tokenizer, slots=1, capacity=max(room, 8), verify_width=verify_width)

@@ -22,6 +22,9 @@ def command(
     prompts: Annotated[Path, typer.Argument(help="JSONL with 'prompt' or 'messages', and perhaps 'id'.")],
     output: Annotated[Path, typer.Argument(help="JSONL to add answers to; prompts answered there are skipped.")],
     target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
+    target_impl: Annotated[
+        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
+    ] = "auto",
     drafter: Annotated[
         str, typer.Option(help="none, auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
     ] = "none",
@@ -68,7 +71,7 @@ def command(
 
         prepare(threads)
         kept = (config, features) if config is not None and features is not None else None
-        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept)
+        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept, target_impl)
     result = regenerate(prompts, output, answers, seed, greedy_share, temperature, limit, console)
     if not result.finished:
         raise typer.Exit(130)
@@ -90,6 +93,7 @@ class EngineAnswers:
         top_p: float,
         slots: int,
         kept: tuple[TrainConfig, Path] | None = None,
+        target_impl: str = "auto",
     ) -> None:
         from blockdraft.cli.wiring import load
         from blockdraft.drafters.names import parse_drafter
@@ -97,7 +101,7 @@ class EngineAnswers:
         from blockdraft.text import encode_chat
 
         chosen = parse_drafter(drafter)
-        loaded, tokenizer = load(target, chosen)
+        loaded, tokenizer = load(target, chosen, target_impl)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
         longest = max(self.ids, key=lambda name: len(self.ids[name]))
         room = max(len(self.ids[longest]) + max_tokens, 8)

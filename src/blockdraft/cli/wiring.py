@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from blockdraft.drafters.names import DrafterChoice
     from blockdraft.engine.engine import Engine
     from blockdraft.targets.base import Target
-    from blockdraft.targets.hf import HFTarget
+    from blockdraft.targets.pretrained import PretrainedTarget
 
 DEFAULT_TARGET = "smollm2-135m"
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -44,14 +44,16 @@ def prepare(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
 
 
-def load(target: str, drafter: DrafterChoice) -> tuple[HFTarget, PreTrainedTokenizerBase]:
+def load(
+    target: str, drafter: DrafterChoice, implementation: str = "auto"
+) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.engine.drafting import find_drafter
     from blockdraft.targets.resolve import load_target, load_tokenizer
 
     if drafter != "auto":
         find_drafter(drafter, target)  # a missing one should not cost the time of loading a target
-    loaded = load_target(target)
+    loaded = load_target(target, implementation=implementation)
     if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
         raise ValueError(
             f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"

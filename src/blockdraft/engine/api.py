@@ -38,6 +38,8 @@ class LLM:
     """A target and a drafter, ready to answer.
 
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
+    `implementation` says what computes a target's layers: ours ("dense"), transformers' ("hf"), or ours where they
+    are known ("auto").
     `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed
     before), "model:NAME" (a smaller model), the settings of one of these two, or a drafter that is ready.
     The answers are the same with every drafter, `slots` (requests at once) and `verify_width`: exactly in float32
@@ -53,6 +55,7 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str = "float32",
         device: str = "cpu",
+        implementation: str = "auto",
         slots: int = 8,
         capacity: int = 2048,
         verify_width: int | None = None,
@@ -63,7 +66,7 @@ class LLM:
             # The drafter is looked up first: a missing one should not cost the time of loading a target.
             found = find_drafter(drafter, canonical_name(spec))
             # The target next: of a folder that is no model it says what is wrong, the tokenizer only that it lacks one.
-            target = load_target(spec, dtype=dtype, device=device)
+            target = load_target(spec, dtype=dtype, device=device, implementation=implementation)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(spec)
         else:
             found = find_drafter(drafter, target.info.name)

@@ -15,6 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of x [..., D] by weight [D], computed in fp32."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32."""
 
@@ -24,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
@@ -122,6 +127,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
         least, most = self.span
+        if least <= flat.shape[0] <= most:
+            return self.product(flat.contiguous()).view(*x.shape[:-1], self.out_features)
         parts = []
         for part in flat.split(most):
             rows = part.shape[0]

@@ -93,24 +93,35 @@ def attend(
             raise ValueError(f"attention with '{option}' is not supported")
     if options.get("is_causal") is False:
         raise ValueError("attention that is not causal is not supported")
-    step = blockdraft
+    return attend_step(blockdraft, query, key, value, scaling, sliding_window), None
+
+
+def attend_step(
+    step: Step, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """What `attend` computes: query [B, H, Q, E] over memory [slots, G, room, E] -> [B, Q, H, E]."""
     batch, heads, width, head_dim = query.shape
     if query.device.type != "cpu":
-        return _attend_batched(step, query, key, value, scaling, sliding_window), None
+        return _attend_batched(step, query, key, value, scaling, window)
     groups = key.shape[1]
-    grouped = query.view(batch, groups, heads // groups, width, head_dim).permute(0, 3, 1, 2, 4)
-    output = query.new_empty(batch, width, groups, heads // groups, head_dim)
-    for (b, first, last, slots), mask in zip(step.runs, step.run_masks(sliding_window), strict=True):
-        shape = (last - first, groups, slots, head_dim)
+    queries = query.transpose(1, 2).reshape(batch * width, groups, heads // groups, head_dim)
+    masks, sizes = step.run_masks(window), [last - first for _, first, last, _ in step.runs]
+    outputs = []
+    for (b, _, _, slots), part, mask in zip(step.runs, queries.split(sizes), masks, strict=True):
+        shape = (part.shape[0], groups, slots, head_dim)
         row = step.rows[b]
-        output[b, first:last] = F.scaled_dot_product_attention(
-            grouped[b, first:last].contiguous(),
-            key[row, :, :slots].expand(shape),
-            value[row, :, :slots].expand(shape),
-            attn_mask=mask,
-            scale=scaling,
+        outputs.append(
+            F.scaled_dot_product_attention(
+                part.contiguous(),
+                key[row, :, :slots].expand(shape),
+                value[row, :, :slots].expand(shape),
+                attn_mask=mask,
+                scale=scaling,
+            )
         )
-    return output.view(batch, width, heads, head_dim), None
+    # The runs follow one another as the queries do, row by row.
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output.reshape(batch, width, heads, head_dim)
 
 
 def _attend_batched(

