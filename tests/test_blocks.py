@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft.config import DrafterConfig, LossConfig
-from blockdraft.drafters.block import MarkovHead
+from blockdraft.drafters.markov import MarkovHead
 from blockdraft.train.blocks import make_blocks, sample_anchors
 from blockdraft.train.loss import Teacher, block_loss
 

@@ -20,8 +20,9 @@ from training import recipe, run, write_answers
 
 from blockdraft.cli.wiring import held_out_acceptance
 from blockdraft.config import ConfigError, EngineConfig, OptimConfig, SamplingParams
-from blockdraft.drafters.block import BlockModel, draft_index
+from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import load_model
+from blockdraft.drafters.head import draft_index
 from blockdraft.engine.engine import Engine
 from blockdraft.targets.resolve import load_target, load_tokenizer
 from blockdraft.text import encode_chat

@@ -41,8 +41,10 @@ class LLM:
 
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
     `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, or a drafter.
-    The answers are the same with every drafter, `slots` (requests at once) and `verify_width`: exactly in float32
-    on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide otherwise.
+    `block_size` has the drafter draft smaller blocks than it was trained with.
+    The answers are the same with every drafter, `slots` (requests at once), `verify_width` and `block_size`: exactly
+    in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
+    otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
     """
 
@@ -57,7 +59,10 @@ class LLM:
         slots: int = 8,
         capacity: int = 2048,
         verify_width: int | None = None,
+        block_size: int | None = None,
     ) -> None:
+        if block_size is not None and not isinstance(drafter, (str, Path)):
+            raise ValueError("block_size is for a drafter that is loaded here: give a folder, or 'auto'")
         config = EngineConfig.parse({"slots": slots, "capacity": capacity, "verify_width": verify_width}, "LLM")
         if isinstance(target, (str, Path)):
             spec = str(target)
@@ -71,7 +76,7 @@ class LLM:
             if tokenizer is None:
                 raise ValueError("a loaded target needs its tokenizer: pass tokenizer=")
         self.target, self.tokenizer = target, tokenizer
-        self.drafter = load_drafter(folder, target) if isinstance(folder, (str, Path)) else folder
+        self.drafter = load_drafter(folder, target, block_size) if isinstance(folder, (str, Path)) else folder
         self.engine = Engine(target, self.drafter, config, tokenizer)
 
     def generate(
