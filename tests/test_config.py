@@ -120,9 +120,8 @@ def test_recipes_that_make_no_sense(section: str, values: dict[str, Any], messag
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml")), ids=lambda p: p.stem
-)
-def test_recipes_can_be_read(path: Path) -> None:
-    config = load_config(TrainConfig, path)
-    assert config.drafter.preset == path.stem.rpartition("-")[2]
+def test_recipes_can_be_read() -> None:
+    paths = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
+        assert load_config(TrainConfig, path).drafter.preset == path.stem.rpartition("-")[2]
