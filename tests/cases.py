@@ -32,7 +32,13 @@ KINDS: dict[str, tuple[type[HFTarget | DenseTarget], str, dict[str, Any]]] = {
     "hf-qwen3": (HFTarget, "qwen3", {}),
     "dense-qwen3-mixed": (DenseTarget, "qwen3-mixed", MIXED),
 }
-DRAFTERS = ("unrelated", "wrong", "right", "mixed", "block", "ngram", "model")
+AXES: dict[str, dict[str, Any]] = {  # real block drafters, with random weights
+    "dflash": {},
+    "dflare": {"fusion": "layerwise", "context_projections": "separate"},
+    "autoregressive": {"order": "autoregressive", "anchor_drafts": True},
+    "input": {"injection": "input"},
+}
+DRAFTERS = ("unrelated", "wrong", "right", "mixed", *AXES, "ngram", "model")
 LAYERS = 2  # of a target
 LENGTH = 28  # tokens of a reference
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -142,8 +148,8 @@ def shorten(reference: Reference, capacity: int, rng: random.Random) -> tuple[Sa
 
 
 def make_drafter(case: Case) -> Drafter:
-    if case.drafter == "block":
-        return block_drafter(case.kind, case.max_drafts + 1)
+    if case.drafter in AXES:
+        return block_drafter(case.kind, case.max_drafts + 1, case.drafter)
     if case.drafter == "ngram":
         return NgramDrafter(NgramConfig(max_drafts=case.max_drafts))
     if case.drafter == "model":
@@ -159,8 +165,8 @@ def make_drafter(case: Case) -> Drafter:
     return OracleDrafter(case.max_drafts, VOCAB, known, spoil[case.drafter])
 
 
-def block_drafter(kind: str, block_size: int) -> BlockDrafter:
-    """A real block drafter with random weights."""
+def block_drafter(kind: str, block_size: int, member: str = "dflash") -> BlockDrafter:
+    """One of `AXES`."""
     config = DrafterConfig(
         hidden_size=32,
         num_layers=2,
@@ -173,6 +179,7 @@ def block_drafter(kind: str, block_size: int) -> BlockDrafter:
         mask_token_id=VOCAB - 1,
         tap_ids=(0, 1),
         num_target_layers=LAYERS,
+        **AXES[member],
     )
     torch.manual_seed(block_size)
     return BlockDrafter(BlockModel(config).eval(), target(kind))

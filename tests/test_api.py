@@ -112,6 +112,8 @@ def test_refusals() -> None:
         make_llm("auto")
     with pytest.raises(ValueError, match="needs its tokenizer"):
         LLM(ascii_target(), None)
+    with pytest.raises(ValueError, match="block_size is for a drafter that is loaded here"):
+        make_llm(UnrelatedDrafter(3, 258, 0), block_size=3)
     with pytest.raises(ValueError, match="LLM: slots"):
         make_llm(slots=0)
     with pytest.raises(ValueError, match="no drafter is shipped for target 'no/such'"):

@@ -19,6 +19,22 @@ ATTENTION = {
     "mixed": {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5},
 }
 
+TOKEN_BY_TOKEN = {"order": "autoregressive", "anchor_drafts": True}
+DFLARE = {"fusion": "layerwise", "context_projections": "separate"}
+FAMILY = {
+    "dflash": {},
+    "layerwise": {"fusion": "layerwise"},
+    "layerwise-norms": {"fusion": "layerwise", "fusion_norm": "layerwise"},
+    "separate": {"context_projections": "separate"},
+    "dflare": DFLARE,
+    "input": {"injection": "input"},
+    "none": {"injection": "none", "tap_ids": ()},
+    "autoregressive": TOKEN_BY_TOKEN,
+    "autoregressive-dflare": {**TOKEN_BY_TOKEN, **DFLARE},
+    "autoregressive-input": {**TOKEN_BY_TOKEN, "injection": "input"},
+    "autoregressive-none": {**TOKEN_BY_TOKEN, "injection": "none", "tap_ids": ()},
+}
+
 
 def drafter_config(**changes):
     values = dict(
@@ -43,59 +59,88 @@ def random_model(config, seed=0):
     if model.markov_head is not None:  # it says nothing before it is trained
         assert not model.markov_head.w2.weight.any()
         torch.nn.init.normal_(model.markov_head.w2.weight, std=2.0, generator=torch.Generator().manual_seed(seed))
+    if config.fusion == "layerwise":
+        torch.nn.init.normal_(model.layer_fusion_weights, generator=torch.Generator().manual_seed(seed))
     return model.eval()
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("anchor_drafts", [False, True])
+def members():
+    """Every member with every attention it can have, as (member, attention, anchor_drafts)."""
+    for member, axes in FAMILY.items():
+        for number, attention in enumerate(ATTENTION):
+            if axes.get("order") == "autoregressive":
+                yield member, attention, True
+            else:
+                yield from ((member, attention, bool((number + n) % 2)) for n in range(1 if axes else 2))
+
+
+def member_config(member, attention="full", **changes):
+    values = {**ATTENTION[attention], **FAMILY[member]}
+    if values.get("order") == "autoregressive" and values.get("is_causal") is False:
+        del values["is_causal"]
+    return drafter_config(**{**values, **changes})
+
+
+@pytest.mark.parametrize(("member", "attention", "anchor_drafts"), list(members()))
 @torch.no_grad()
-def test_training_rows_equal_cached_inference_at_every_anchor(attention, anchor_drafts):
-    config = drafter_config(anchor_drafts=anchor_drafts, **ATTENTION[attention])
+def test_training_rows_equal_cached_inference_at_every_anchor(member, attention, anchor_drafts):
+    config = member_config(member, attention, anchor_drafts=anchor_drafts)
     model, target = random_model(config), tiny_target("llama")
-    length = 21
+    length = 13 if config.order == "autoregressive" else 21
     ids = torch.randint(0, 90, (1, length), generator=torch.Generator().manual_seed(1))
     target.set_taps(config.tap_ids)
     taps = target.forward(ids, target.new_cache(1, 64), [0]).taps
+
+    # inference: token after token, the context cache growing by what was committed; a rejected draft comes along
+    seen, proposed = [], []
+    handle = model.norm.register_forward_hook(lambda module, args, output: seen.append(output[0, 0]))
+    drafter = BlockDrafter(model, target)
+    state = drafter.new_state(2, 64)
+    for anchor in range(length):
+        proposed.append(drafter.propose(state, [1], ids[:, anchor]).tokens[0])
+        new = slice(anchor, anchor + 2)
+        drafter.observe(state, [1], ids[:, new], None if taps is None else taps[:, new], [1])
+    handle.remove()
+    proposed, seen = torch.stack(proposed), torch.cat(seen).view(length, config.block_size, -1)
+    assert proposed.shape == (length, config.max_drafts)
+    if anchor_drafts:
+        assert config.max_drafts == config.block_size
 
     # training: one pass, a block at every anchor
     anchors = torch.arange(length)[None]
     positions = anchors[..., None] + torch.arange(config.block_size)
     block_ids = torch.full_like(positions, MASK)
+    if config.order == "autoregressive":  # had the answer been what was drafted
+        block_ids[0, :, 1:] = proposed[:, :-1]
     block_ids[..., 0] = ids
-    context = model.context(taps, torch.arange(length)[None])
-    rows = model(target.embed(block_ids), positions, context, anchors)
-    drafts = target.head(rows[:, :, -config.max_drafts :]).argmax(-1)
-
-    # inference: token after token, the context cache growing by what was committed
-    seen = []
-    handle = model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
-    drafter = BlockDrafter(model, target)
-    state = drafter.new_state(2, 64)
-    for anchor in range(length):
-        proposal = drafter.propose(state, [1], ids[:, anchor])
-        torch.testing.assert_close(seen[-1][0, 0], rows[0, anchor], rtol=1e-5, atol=1e-5)
-        assert torch.equal(proposal.tokens[0], drafts[0, anchor])
-        drafter.observe(state, [1], ids[:, anchor : anchor + 1], taps[:, anchor : anchor + 1], [1])
-    handle.remove()
-    if anchor_drafts:
-        assert proposal.tokens.shape == (1, config.block_size)
+    context = model.context(taps, torch.arange(length)[None], target.embed(ids))
+    rows = model(target.embed(block_ids), positions, context, anchors, context.before(anchors))
+    torch.testing.assert_close(rows[0], seen, rtol=1e-5, atol=1e-5)
+    assert torch.equal(target.head(rows[0, :, -config.max_drafts :]).argmax(-1), proposed)
 
 
+@pytest.mark.parametrize("member", FAMILY)
 @torch.no_grad()
-def test_rows_of_a_batch_draft_as_they_do_alone():
-    config = drafter_config()
+def test_rows_of_a_batch_draft_as_they_do_alone(member):
+    config = member_config(member)
     target = tiny_target("llama")
     drafter = BlockDrafter(random_model(config), target)
     generator = torch.Generator().manual_seed(2)
-    lengths = [3, 9, 0]
-    taps = torch.randn(3, 9, 2, 32, generator=generator)
+    tokens = torch.randint(0, 90, (3, 12), generator=generator)
+    taps = torch.randn(3, 12, 2, 32, generator=generator)
     anchors = torch.tensor([7, 8, 9])
-    together = drafter.new_state(4, 64)
-    drafter.observe(together, [2, 0, 3], torch.zeros(3, 9, dtype=torch.long), taps, lengths)
-    proposal = drafter.propose(together, [2, 0, 3], anchors)
-    for b, length in enumerate(lengths):
+    slots, together = [2, 0, 3], drafter.new_state(4, 64)
+    commits = [([3, 9, 0], 9), ([2, 1, 3], 3)]  # how many of each row's next tokens, and how many are passed
+    for row in slots:
+        drafter.reset(together, row)
+    for counts, width in commits:
+        drafter.observe(together, slots, tokens[:, :width], taps[:, :width], counts)
+    proposal = drafter.propose(together, slots, anchors)
+    for b in range(3):
         alone = drafter.new_state(1, 64)
-        drafter.observe(alone, [0], torch.zeros(1, length, dtype=torch.long), taps[b : b + 1, :length], [length])
+        for counts in (counts for counts, _ in commits if counts[b]):
+            one = slice(b, b + 1), slice(counts[b])
+            drafter.observe(alone, [0], tokens[one], taps[one], counts[b : b + 1])
         assert torch.equal(drafter.propose(alone, [0], anchors[b : b + 1]).tokens[0], proposal.tokens[b])
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from blockdraft.config import DrafterConfig, LossConfig
-from blockdraft.drafters.block import MarkovHead
-from blockdraft.train.blocks import make_blocks, sample_anchors
-from blockdraft.train.loss import Teacher, block_loss
+from blockdraft.drafters.markov import MarkovHead
+from blockdraft.train.blocks import fixed_anchors, make_blocks, sample_anchors
+from blockdraft.train.loss import Teacher, block_loss, position_decay
 
 
 def drafter(**changes):
@@ -56,6 +56,54 @@ def test_blocks_equal_the_oracle(anchor_drafts):
                 weight = math.exp(-(k - 1) / 3.0) if teaches else 0.0
                 assert float(blocks.weights[b, a, row]) == pytest.approx(weight)
                 assert int(blocks.labels[b, a, row]) == (int(ids[b, anchor + k]) if teaches else 0)
+
+
+def test_token_after_token_the_inputs_are_the_answer_itself():
+    ids, mask, anchors = sequences()
+    config = drafter(anchor_drafts=True, order="autoregressive")
+    blocks = make_blocks(ids, mask, anchors, config, gamma=3.0)
+    masked = make_blocks(ids, mask, anchors, drafter(anchor_drafts=True), gamma=3.0)
+    for b, a, row in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
+        at = int(anchors[b, a]) + row
+        if anchors[b, a] >= 0 and at < 12:
+            assert int(blocks.ids[b, a, row]) == int(ids[b, at])
+    for name in ("positions", "context_lengths", "label_positions", "labels", "weights"):
+        assert torch.equal(getattr(blocks, name), getattr(masked, name))
+
+
+def test_fixed_anchors_are_the_multiples_that_can_be_anchors():
+    generator = torch.Generator().manual_seed(0)
+    for stride in (2, 3, 7):
+        mask = torch.rand(50, generator=generator) < 0.7
+        slow = [at for at in range(0, 50, stride) if at + 1 < 50 and mask[at] and mask[at + 1]]
+        assert fixed_anchors(mask, 99, stride).tolist() == slow
+        assert fixed_anchors(mask, 3, stride).tolist() == slow[:3]
+    assert fixed_anchors(torch.zeros(9, dtype=torch.bool), 3, 2).tolist() == []
+
+
+def test_uniform_weights():
+    ids, mask, anchors = sequences()
+    gamma = position_decay(LossConfig(weights="uniform"), step=5, steps=9, epoch=1)
+    weights = make_blocks(ids, mask, anchors, drafter(), gamma).weights
+    decayed = make_blocks(ids, mask, anchors, drafter(), 3.0).weights
+    assert torch.equal(weights, (decayed > 0).float()) and weights.sum() > decayed.sum() > 0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "stairs", "linear"])
+def test_schedules_equal_a_slow_loop(schedule):
+    grows = {} if schedule == "constant" else {"gamma_max": 6.2}
+    config = LossConfig(gamma=4.5, schedule=schedule, gamma_step=0.5, **grows)
+    per_epoch, steps = 7, 30
+    gamma, seen = 4.5, []
+    for step in range(steps):
+        if schedule == "stairs" and step and step % per_epoch == 0:
+            gamma = min(gamma + 0.5, 6.2)
+        if schedule == "linear" and step:
+            gamma += (6.2 - 4.5) / 29
+        seen.append(position_decay(config, step, steps, step // per_epoch))
+        assert seen[-1] == pytest.approx(gamma)
+    assert seen[-1] == pytest.approx({"constant": 4.5, "stairs": 6.2, "linear": 6.2}[schedule])
+    assert position_decay(config, 0, 1, 0) == 4.5
 
 
 def test_a_block_does_not_run_on_into_the_next_answer():

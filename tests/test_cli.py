@@ -89,6 +89,7 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["generate", "x", "--drafter", "model:y:0"], "drafter 'model:y:0': max_drafts"),
         (["generate", "x", "--drafter", f"model:{path}/nowhere:3"], "/nowhere' not found"),
         (["generate", "x", "--compare", "--drafter", "none"], "needs a drafter"),
+        (["generate", "x", "--block-size", "3", "--drafter", "none"], "--block-size needs a drafter"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
@@ -175,6 +176,10 @@ def test_generate_streams_the_same_answer_with_every_drafter(
     assert "tau" in err
     code, coloured, _ = run(capsys, *common, "--drafter", drafter, "--show-accepted", "--verify-width", "2")
     assert (code, coloured) == (0, plain), "no colour codes where there is no terminal"
+    code, smaller, _ = run(capsys, *common, "--drafter", drafter, "--block-size", "2")
+    assert (code, smaller) == (0, plain)
+    code, _, err = run(capsys, *common, "--drafter", drafter, "--block-size", "9")
+    assert (code, err) == (2, "error: block_size=9: the drafter has blocks of 2 to 4\n")
     assert run(capsys, *common[:-1], "4", "--drafter", "none")[1] != plain
 
 

@@ -77,3 +77,51 @@ def test_files_that_are_no_settings(tmp_path: Path) -> None:
             load_config(TrainConfig, path)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(TrainConfig, tmp_path / "none.yaml")
+
+
+def test_a_preset_is_what_its_paper_sets_and_each_setting_can_be_another() -> None:
+    recipe = {"target": "x", "data": {"files": ["a"]}}
+
+    def parse(drafter: dict[str, Any], **rest: Any) -> TrainConfig:
+        return TrainConfig.parse({**recipe, "drafter": drafter, **rest})
+
+    dflare = parse({"preset": "dflare"})
+    shape, loss = dflare.drafter, dflare.loss
+    assert (shape.num_layers, shape.num_taps, shape.block_size, shape.fusion_init) == (7, 9, 16, "peak")
+    assert (shape.fusion, shape.context_projections, shape.injection) == ("layerwise", "separate", "kv")
+    assert (loss.gamma, loss.schedule, loss.gamma_step, loss.gamma_max) == (4.5, "stairs", 1.0, 9.5)
+    assert TrainConfig.parse(dflare.model_dump()) == dflare
+    changed = parse({"preset": "dflare", "num_layers": 3, "fusion": "shared"}, loss={"gamma": 5.0})
+    assert (changed.drafter.num_layers, changed.drafter.fusion, changed.drafter.fusion_init) == (3, "shared", "random")
+    assert (changed.loss.gamma, changed.loss.schedule) == (5.0, "stairs")
+    assert parse({"preset": "dflare"}, loss={"schedule": "constant"}).loss.gamma == 7.0
+    assert parse({"preset": "dflare"}, loss={"weights": "uniform"}).loss.schedule == "constant"
+    assert parse({}).loss.schedule == "constant" and parse({}).drafter.fusion == "shared"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("drafter", {"fusion": "layerwise", "fusion_init": "whitened"}, r"not for fusion 'layerwise' \(peak, bell\)"),
+        ("drafter", {"fusion_init": "bell"}, r"'bell' is not for fusion 'shared'"),
+        ("drafter", {"injection": "none", "fusion_init": "whitened"}, "needs the target's features"),
+        ("drafter", {"context_init": "copied"}, "needs context_projections 'separate'"),
+        ("drafter", {"injection": "none", "preset": "dflare"}, "fusion 'layerwise' needs injection 'kv'"),
+        ("drafter", {"order": "autoregressive"}, "drafter: order 'autoregressive' .* set anchor_drafts"),
+        ("loss", {"gamma_max": 9.0}, "loss: gamma_max is where a schedule ends"),
+        ("loss", {"schedule": "stairs"}, "needs a gamma_max"),
+        ("loss", {"schedule": "linear", "gamma_max": 3.0}, "not below gamma=7.0"),
+        ("loss", {"schedule": "linear", "gamma_max": 9.0, "weights": "uniform"}, "have no gamma"),
+    ],
+)
+def test_recipes_that_make_no_sense(section: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        TrainConfig.parse({"target": "x", "data": {"files": ["a"]}, section: values})
+    assert "\n" not in str(error.value)
+
+
+def test_recipes_can_be_read() -> None:
+    paths = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
+        assert load_config(TrainConfig, path).drafter.preset == path.stem.rpartition("-")[2]

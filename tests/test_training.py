@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_block_drafter import drafter_config
 from torch import Tensor
 from training import recipe, run, write_answers
 
 from blockdraft.cli.wiring import held_out_acceptance
 from blockdraft.config import ConfigError, EngineConfig, OptimConfig, SamplingParams
-from blockdraft.drafters.block import BlockModel, draft_index
+from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import load_model
+from blockdraft.drafters.fusion import bell_weights, peak_weights
+from blockdraft.drafters.head import draft_index
 from blockdraft.engine.engine import Engine
 from blockdraft.targets.resolve import load_target, load_tokenizer
 from blockdraft.text import encode_chat
@@ -29,7 +32,10 @@ from blockdraft.train import loop
 from blockdraft.train.batches import Batches, make_batch
 from blockdraft.train.data import Sample, make_sample
 from blockdraft.train.setup import choose_mask_token, draft_vocabulary
-from blockdraft.train.weights import checkpoints, learning_rate
+from blockdraft.train.weights import Weights, checkpoints, learning_rate
+
+DFLARE = {"preset": "dflare", "tap_ids": [0, 2, 3], "fusion_init": "bell", "context_init": "copied"}
+TOKEN_BY_TOKEN = {"order": "autoregressive", "anchor_drafts": True, "markov_rank": None}
 
 
 @pytest.fixture
@@ -54,9 +60,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def fake_tau(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """Something that depends on the weights, and spoils the model that it was given."""
-    value = abs(float(model.fc.weight.sum())) + 1
+    value = abs(float(model.norm.weight.sum())) + 1
     with torch.no_grad():
-        model.fc.weight.zero_()
+        model.norm.weight.zero_()
     return {"tau": value, "prompts": len(prompts)}
 
 
@@ -67,6 +73,8 @@ def fake_tau(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list
         {"dtype": "bfloat16"},
         {"features": {"mode": "online"}, "optim": {"ema": 0.0}},
         {"optim": {"name": "muon"}, "drafter": {"fusion_init": "whitened"}},
+        {"drafter": DFLARE, "optim": {"name": "muon"}, "loss": {"schedule": "linear", "gamma": 2.0, "gamma_max": 4.0}},
+        {"drafter": TOKEN_BY_TOKEN, "anchor_mode": "fixed"},
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(base: Path, changes: dict[str, Any]) -> None:
@@ -151,6 +159,10 @@ def test_a_run_is_not_mixed_with_another(base: Path) -> None:
     with pytest.raises(ConfigError, match="the training data has changed"):
         run(recipe(base, steps=5), base / "run")
     write_answers(base / "answers.jsonl")
+    saved = checkpoints(base / "run" / "checkpoints")[-1] / "state.json"
+    values = json.loads(saved.read_text())
+    del values["config"]["anchor_mode"], values["config"]["drafter"]["fusion"]  # saved before there were such settings
+    saved.write_text(json.dumps(values))
     assert run(recipe(base, steps=5, log_steps=1, checkpoint_steps=9), base / "run").finished
 
 
@@ -200,6 +212,69 @@ def test_the_best_drafter_is_kept_and_loads(base: Path) -> None:
         assert torch.allclose(started.fc.weight, ended.fc.weight, atol=1e-6)
         if rank is not None:
             assert ended.markov_head.w2.weight.any() and started.markov_head.w2.weight.abs().max() < 1e-6
+
+
+def test_dflare_starts_as_the_recipe_says(base: Path) -> None:
+    still = {"steps": 1, "optim": {"lr": 1e-12, "ema": 0.0}}
+    run(recipe(base, drafter={**DFLARE, "init": "target", "num_layers": 1}, **still), base / "run")
+    model, _ = load_model(base / "run" / "last")
+    weights = load_target(recipe(base).target, pack=False).layer_weights(3)
+    for kind in "kv":
+        theirs = weights[f"self_attn.{kind}_proj.weight"].bfloat16().float()
+        for name in (f"self_attn.{kind}_proj.weight", f"self_attn.{kind}_proj_target.weight"):
+            assert torch.allclose(model.layers[0].get_parameter(name), theirs, atol=1e-6), name
+    assert torch.allclose(model.layer_fusion_weights, bell_weights(1, 3))
+    apart = {**DFLARE, "context_init": "random", "fusion_init": "peak"}
+    run(recipe(base, drafter=apart, **still), base / "apart")
+    model, _ = load_model(base / "apart" / "last")
+    attention = model.layers[1].self_attn
+    assert not torch.allclose(attention.k_proj.weight, attention.k_proj_target.weight, atol=1e-3)
+    assert torch.allclose(model.layer_fusion_weights, peak_weights(2, 3))
+
+
+def test_the_mixes_of_a_layerwise_fusion_are_not_moved_as_a_matrix() -> None:
+    model = BlockModel(drafter_config(fusion="layerwise"))
+    weights = Weights(model, OptimConfig(name="muon"), torch.float32, torch.device("cpu"))
+    adam, muon = (
+        {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in weights.optimizers
+    )
+    assert id(weights.masters["layer_fusion_weights"]) in adam
+    assert id(weights.masters["layers.0.mlp.up_proj.weight"]) in muon and not adam & muon
+
+
+def test_the_decay_moves_with_the_steps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, int, bool]] = []
+
+    def spy(samples: Any, count: int, seed: int, epoch: int, drafter: Any, gamma: float, *rest: Any) -> Any:
+        seen.append((gamma, epoch, rest[-1]))
+        return make_batch(samples, count, seed, epoch, drafter, gamma, *rest)
+
+    monkeypatch.setattr(loop, "make_batch", spy)
+    changes: dict[str, Any] = {"loss": {"schedule": "stairs", "gamma": 2.0, "gamma_max": 2.7}, "steps": 16}
+    run(recipe(base, anchor_mode="fixed", **changes), base / "run")
+    assert {epoch for _, epoch, _ in seen} >= {0, 1, 2} and all(fixed for *_, fixed in seen)
+    assert [gamma for gamma, *_ in seen] == [min(2.0 + 0.5 * epoch, 2.7) for _, epoch, _ in seen]
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {**DFLARE, "fusion_norm": "layerwise"},
+        {"injection": "input"},
+        {**TOKEN_BY_TOKEN, "injection": "none"},
+    ],
+)
+def test_every_member_of_the_family_learns(base: Path, drafter: dict[str, Any]) -> None:
+    run(recipe(base, drafter=drafter, optim={"lr": 1e-2}, steps=40, log_steps=5, checkpoint_steps=99), base / "run")
+    losses = [row["loss"] for row in log(base / "run") if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0], losses
+    model, draft_ids = load_model(base / "run" / "last")
+    if drafter.get("injection") == "none":
+        assert model.config.tap_ids == () and not hasattr(model, "fc")
+    target = load_target(str(base / "target"))
+    assert held_out_acceptance(target, 8)(model, draft_ids, [[5, 6, 7]])["tau"] >= 1.0
+    with pytest.raises(ConfigError, match=r"drafter\.warm_start="):
+        run(recipe(base, drafter={"warm_start": str(base / "run" / "last")}, steps=1), base / "other")
 
 
 def test_layers_start_as_copies_of_the_target(base: Path) -> None:

@@ -39,11 +39,43 @@ class Strict(BaseModel):
                     section = section.model_fields[part].annotation
                 reason = f"unknown key '{key}' (known: {', '.join(sorted(section.model_fields))})"
             else:
-                reason = f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")
+                message = first["msg"].removeprefix("Value error, ")
+                reason = f"{key}: {message}" if key else message
             raise ConfigError(f"{where}: {reason}") from None
 
 
-class DrafterConfig(Strict):
+class DraftAxes(Strict):
+    """What tells the members of the family apart: DFlash, DFlare (arXiv 2606.02091), and the ablations of both.
+
+    The defaults are DFlash's.  `drafters.block` says what each choice computes.
+    """
+
+    fusion: Literal["shared", "layerwise"] = Field("shared", description="layerwise: each layer mixes the taps itself")
+    fusion_norm: Literal["shared", "layerwise"] = Field("shared", description="layerwise: a norm for each layer's mix")
+    context_projections: Literal["shared", "separate"] = Field(
+        "shared", description="separate: the context has key and value projections of its own"
+    )
+    injection: Literal["kv", "input", "none"] = Field("kv", description="where the target's features enter, if at all")
+    order: Literal["block", "autoregressive"] = Field("block", description="fill masks at once, or token after token")
+    anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
+    markov_rank: int | None = Field(None, gt=0, description="rank of a Markov head (DSpark); None: no such head")
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> DraftAxes:
+        if self.injection != "kv":
+            for axis in ("fusion", "context_projections"):
+                if getattr(self, axis) != "shared":
+                    raise ValueError(f"{axis} '{getattr(self, axis)}' needs injection 'kv', not '{self.injection}'")
+        if self.fusion_norm == "layerwise" and self.fusion != "layerwise":
+            raise ValueError("fusion_norm 'layerwise' needs fusion 'layerwise': there is one mix to norm")
+        if self.order == "autoregressive" and not self.anchor_drafts:
+            raise ValueError("order 'autoregressive' drafts from the anchor's own row: set anchor_drafts")
+        if self.order == "autoregressive" and self.markov_rank is not None:
+            raise ValueError("order 'autoregressive' sees the token before as its input: leave out markov_rank")
+        return self
+
+
+class DrafterConfig(DraftAxes):
     """The shape of a block-diffusion drafter (DFlash, arXiv 2602.06036, sections 3 and 4).
 
     `tap_ids` are 0-based target layers; a tap is the residual stream *after* that layer.
@@ -58,7 +90,7 @@ class DrafterConfig(Strict):
     vocab_size: int = Field(gt=1)
     block_size: int = Field(ge=2, le=256, description="rows of a block: the anchor and its masks")
     mask_token_id: int = Field(ge=0)
-    tap_ids: tuple[int, ...] = Field(min_length=1)
+    tap_ids: tuple[int, ...] = Field(description="none with injection 'none'")
     num_target_layers: int = Field(gt=0)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -68,14 +100,15 @@ class DrafterConfig(Strict):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = Field(None, gt=0)
     is_causal: bool | None = Field(None, description="None: sliding layers causal in the block, full layers not")
-    anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
     draft_vocab_size: int | None = Field(None, description="rows of a reduced draft head; None: all of the target's")
-    markov_rank: int | None = Field(None, gt=0, description="rank of the Markov head; None: no such head")
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if bool(self.tap_ids) != (self.injection != "none"):
+            wanted = "takes no taps" if self.tap_ids else "needs taps"
+            raise ValueError(f"injection '{self.injection}' {wanted}: tap_ids is {list(self.tap_ids)}")
         if not all(0 <= tap < self.num_target_layers for tap in self.tap_ids):
             raise ValueError(f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1}")
         if list(self.tap_ids) != sorted(set(self.tap_ids)):
@@ -88,6 +121,8 @@ class DrafterConfig(Strict):
             raise ValueError("sliding_attention layers need sliding_window")
         if self.draft_vocab_size is not None and not 1 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 2..{self.vocab_size}")
+        if self.order == "autoregressive" and self.is_causal is False:
+            raise ValueError("order 'autoregressive' is causal in the block: is_causal cannot be false")
         return self
 
     @property
@@ -106,6 +141,8 @@ class DrafterConfig(Strict):
 
     def causal(self, layer: int) -> bool:
         """Whether a row of this layer is kept from seeing later rows of its own block."""
+        if self.order == "autoregressive":
+            return True
         return self.is_causal if self.is_causal is not None else self.window(layer) is not None
 
 
@@ -191,10 +228,13 @@ class FeatureConfig(Strict):
     batch_tokens: int = Field(4096, ge=64)
 
 
-class DraftShape(Strict):
-    """The drafter a recipe asks for; what is None is derived from the target."""
+class DraftShape(DraftAxes):
+    """The drafter a recipe asks for; what is None is derived from the target.
 
-    preset: Literal["dflash"] = "dflash"
+    A preset sets what its paper sets, and each of its settings can be given another value beside it.
+    """
+
+    preset: Literal["dflash", "dflare"] = "dflash"
     num_layers: int = Field(5, ge=1)
     block_size: int = Field(16, ge=2)
     num_taps: int = Field(5, ge=1)
@@ -203,22 +243,74 @@ class DraftShape(Strict):
     intermediate_size: int | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
     sliding_window: int | None = None
-    anchor_drafts: bool = False
     draft_vocab_size: int | None = Field(None, description="most frequent tokens of the data kept in the draft head")
-    markov_rank: int | None = Field(None, gt=0, description="rank of a Markov head (DSpark); None: no such head")
     init: Literal["random", "target"] = Field("random", description="target: layers start as copies of target layers")
-    fusion_init: Literal["random", "whitened"] = Field(
-        "random", description="whitened: taps enter centred and scaled by what they are on the training answers"
+    fusion_init: Literal["random", "whitened", "peak", "bell"] = Field(
+        "random",
+        description="of a shared fusion: random, or whitened: taps enter centred and scaled by what they are on the "
+        "training answers; layerwise: peak (the authors'): each layer leans on one tap, or bell: on those at its place",
+    )
+    context_init: Literal["random", "copied"] = Field(
+        "random", description="copied: separate context projections start as the layer's own"
     )
     warm_start: str | None = Field(None, description="folder of a trained drafter whose weights the run starts from")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("preset") == "dflare":
+            values = {**DFLARE_SHAPE, **values}
+        start = "peak" if values.get("fusion") == "layerwise" else "random"
+        return {"fusion_init": start, **values}
+
+    @model_validator(mode="after")
+    def _starts_fit(self) -> DraftShape:
+        known = {"shared": ("random", "whitened"), "layerwise": ("peak", "bell")}[self.fusion]
+        if self.fusion_init not in known:
+            raise ValueError(f"fusion_init '{self.fusion_init}' is not for fusion '{self.fusion}' ({', '.join(known)})")
+        if self.fusion_init == "whitened" and self.injection == "none":
+            raise ValueError("fusion_init 'whitened' needs the target's features, and injection is 'none'")
+        if self.context_init == "copied" and self.context_projections != "separate":
+            raise ValueError("context_init 'copied' needs context_projections 'separate'")
+        return self
+
+
+# What the paper of DFlare sets otherwise than DFlash's: the drafter, and how the decay of its loss moves.
+DFLARE_SHAPE: dict[str, Any] = {
+    "num_layers": 7,
+    "num_taps": 9,
+    "fusion": "layerwise",
+    "context_projections": "separate",
+}
+DFLARE_LOSS: dict[str, Any] = {"gamma": 4.5, "schedule": "stairs", "gamma_step": 1.0, "gamma_max": 9.5}
+
 
 class LossConfig(Strict):
-    """The loss over a block (DFlash, section 4.2)."""
+    """The loss over a block (DFlash, section 4.2), and how its decay moves over training (DFlare)."""
 
+    weights: Literal["decay", "uniform"] = Field("decay", description="uniform: every drafted token weighs the same")
     gamma: float = Field(7.0, gt=0.0, description="weight of the k-th drafted token is exp(-(k-1)/gamma)")
+    schedule: Literal["constant", "stairs", "linear"] = Field(
+        "constant", description="how gamma grows to gamma_max: stairs, by gamma_step an epoch; linear, over all steps"
+    )
+    gamma_max: float | None = Field(None, gt=0.0)
+    gamma_step: float = Field(0.5, gt=0.0, description="height of a stair")
     soft_weight: float = Field(0.0, ge=0.0, le=1.0, description="share of the loss against the target's distribution")
     chunk_rows: int = Field(2048, ge=1, description="block rows whose logits exist at once")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> LossConfig:
+        if self.schedule == "constant":
+            if self.gamma_max is not None:
+                raise ValueError("gamma_max is where a schedule ends: set schedule to stairs or linear")
+            return self
+        if self.weights == "uniform":
+            raise ValueError(f"weights 'uniform' have no gamma for schedule '{self.schedule}' to move")
+        if self.gamma_max is None or self.gamma_max < self.gamma:
+            raise ValueError(f"schedule '{self.schedule}' needs a gamma_max that is not below gamma={self.gamma}")
+        return self
 
 
 class OptimConfig(Strict):
@@ -242,6 +334,9 @@ class TrainConfig(Strict):
     steps: int = Field(1000, ge=1)
     batch_size: int = Field(4, ge=1, description="sequences a step")
     anchors: int = Field(64, ge=1, description="blocks per sequence")
+    anchor_mode: Literal["random", "fixed"] = Field(
+        "random", description="fixed: at the multiples of the block size, the same in every epoch"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     data: DataConfig
@@ -256,6 +351,17 @@ class TrainConfig(Strict):
     eval_max_tokens: int = Field(96, ge=1)
     log_steps: int = Field(10, ge=1)
     tensorboard: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        """DFlare's preset has a part in the loss: its schedule, unless the recipe has one of its own."""
+        if not isinstance(values, dict):
+            return values
+        drafter, loss = values.get("drafter"), values.get("loss", {})
+        preset = drafter.get("preset") if isinstance(drafter, dict) else getattr(drafter, "preset", None)
+        own = not isinstance(loss, dict) or "schedule" in loss or loss.get("weights") == "uniform"
+        return values if preset != "dflare" or own else {**values, "loss": {**DFLARE_LOSS, **loss}}
 
 
 def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...] = ()) -> ConfigT:

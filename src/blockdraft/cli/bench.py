@@ -43,6 +43,7 @@ def command(
     repeats: Annotated[int, typer.Option(help="Runs of each arm per prompt; the median counts.", min=1)] = 1,
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 1,
     verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; none: results/bench-DATASET-tTEMPERATURE.json.")
@@ -67,6 +68,8 @@ def command(
     chosen = parse_drafter(drafter) if "drafted" in names else None
     if "drafted" in names and chosen is None:
         raise ValueError("the drafted arm needs a drafter: give --drafter FOLDER, or leave the arm out of --arms")
+    if block_size is not None and chosen is None:
+        raise ValueError("--block-size is for the drafted arm, and --arms has none")
     prepare(threads)
     from blockdraft.bench.report import machine
     from blockdraft.engine.api import LLM
@@ -74,7 +77,15 @@ def command(
     loaded, tokenizer = load(target, chosen, target_impl)
     chat = make_chat(tokenizer)
     room = room_for(prompts, chat, max_tokens)
-    llm = LLM(loaded, chosen, tokenizer=tokenizer, slots=slots, capacity=room, verify_width=verify_width)
+    llm = LLM(
+        loaded,
+        chosen,
+        tokenizer=tokenizer,
+        slots=slots,
+        capacity=room,
+        verify_width=verify_width,
+        block_size=block_size,
+    )
     setup = {
         "command": shlex.join(["blockdraft", *(without_folder(word) for word in sys.argv[1:])]),
         "dataset": Path(dataset).stem,

@@ -45,6 +45,7 @@ def command(
     system: Annotated[str | None, typer.Option(help="System message, instead of the model's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it stands, without a chat template.")] = False,
     verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
 ) -> None:
     """Generate an answer: with a drafter it comes faster, and it is the same answer."""
@@ -72,6 +73,8 @@ def command(
     chosen = parse_drafter(drafter)
     if compare and chosen is None:
         raise ValueError("--compare needs a drafter: leave out --drafter none")
+    if block_size is not None and chosen is None:
+        raise ValueError("--block-size needs a drafter: leave out --drafter none")
     if compare and show_accepted:
         raise ValueError("--show-accepted is for a stream: leave out --compare")
     prepare(threads)
@@ -80,7 +83,15 @@ def command(
     loaded, tokenizer = load(target, chosen, target_impl)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
-    llm = LLM(loaded, chosen, tokenizer=tokenizer, slots=1, capacity=max(room, 8), verify_width=verify_width)
+    llm = LLM(
+        loaded,
+        chosen,
+        tokenizer=tokenizer,
+        slots=1,
+        capacity=max(room, 8),
+        verify_width=verify_width,
+        block_size=block_size,
+    )
     if compare:
         run_comparison(llm, chat, questions, params, room)
     else:

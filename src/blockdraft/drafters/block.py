@@ -1,93 +1,59 @@
-"""The block-diffusion drafter (DFlash, arXiv 2602.06036, section 4): one pass fills a block of mask tokens.
+"""The block drafter: one network for DFlash (arXiv 2602.06036), DFlare (arXiv 2606.02091) and their ablations.
 
-Letters: B rows, S context tokens, A blocks per row, Q block rows, T taps, D hidden width, H/G query/key-value
-heads, E head width, V vocabulary.
+Letters: B rows, S context tokens, A blocks per row, Q block rows, T taps, N draft layers, D hidden width, H/G
+query/key-value heads, E head width, V vocabulary.
 
-The target's taps become one context vector per committed token, which is injected into the keys and values of
-every draft layer.  Training runs many blocks over one sequence, drafting runs one block over the cache; both
-call the same two methods, `BlockModel.context` and `BlockModel.forward`.
+The target's taps become context vectors for each committed token, which are injected into the keys and values of
+every draft layer; one pass then fills a block of mask tokens.  Training runs many blocks over one sequence, drafting
+runs one block over the cache; both call the same two methods, `BlockModel.context` and `BlockModel.forward`.
+
+What `config.DraftAxes` changes of that:
+
+- `fusion`: one context vector per token for all layers, a projection of all taps, normed; or (layerwise, DFlare) one
+  for each layer, that layer's own softmax mix of the taps, normed by one norm or by the layer's own.
+- `context_projections`: the context's keys and values come from the block's projections, or from separate ones.
+- `injection`: `kv`, as above.  With `none` the drafter is a language model of its own: committed tokens are rows of
+  its layers like any other, causal, and the keys and values that they leave are the block's context.  `input` is the
+  same, but every token's embedding comes with a projection of what the target said at the token before it, as in
+  EAGLE; nobody knows yet what it says at the anchor, so all rows of a block have what it said before the anchor.
+- `order`: a block is filled at once; or token after token, where row k is the k-th token itself, sees those before it
+  and predicts the next.  In training those are the answer's tokens, in drafting the drafter's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache
-from blockdraft.config import DrafterConfig
+from blockdraft.config import ConfigError, DrafterConfig
 from blockdraft.drafters.base import Lender, Proposal
-from blockdraft.ops.attention import block_attention
-from blockdraft.ops.layers import PackedLinear, RMSNorm, SwiGLU, rotary_frequencies, rotary_tables, rotate
-
-Context = list[tuple[Tensor, Tensor]]
-Tables = tuple[Tensor, Tensor]
-
-
-class BlockSelfAttention(nn.Module):
-    """Queries from the block; keys and values from the context and the block, through the same projections."""
-
-    def __init__(self, config: DrafterConfig, layer: int) -> None:
-        super().__init__()
-        bias, width = config.attention_bias, config.hidden_size
-        self.head_dim = config.head_dim
-        self.window, self.causal = config.window(layer), config.causal(layer)
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, width, bias=bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> normed and rotated keys, and values: [..., G, E]."""
-        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        return rotate(keys, tables), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-
-    def forward(self, x: Tensor, tables: Tables, context: tuple[Tensor, Tensor], lengths: Tensor, at: Tensor) -> Tensor:
-        """x [B, A, Q, D] over context keys and values [B, G, S, E] -> [B, A, Q, D]."""
-        query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), tables)
-        keys, values = self.keys_values(x, tables)
-        mixed = block_attention(query, keys, values, context, lengths, at, self.window, self.causal)
-        return self.o_proj(mixed.flatten(-2))
+from blockdraft.drafters.fusion import mix_taps, peak_weights
+from blockdraft.drafters.head import draft_index, reduced_head
+from blockdraft.drafters.layers import BlockLayer, KeysValues, Tables
+from blockdraft.drafters.markov import MarkovHead
+from blockdraft.ops.layers import RMSNorm, rotary_frequencies, rotary_tables
 
 
-class BlockLayer(nn.Module):
-    """A pre-norm layer; its input norm is for the block alone, the context has a norm of its own."""
+@dataclass(frozen=True)
+class Context:
+    """What blocks see of the committed tokens: keys and values [B, G, S, E] of every layer.
 
-    def __init__(self, config: DrafterConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BlockSelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: Tensor, tables: Tables, context: tuple[Tensor, Tensor], lengths: Tensor, at: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), tables, context, lengths, at)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class MarkovHead(nn.Module):
-    """What a drafted token says about the next one: a bias of low rank on its logits (DSpark, arXiv 2607.05147).
-
-    The rows of a block are filled at once, so none knows what another one chose; this lets each choice follow from
-    the one before.  Tokens are rows of the draft head; one that it does not have (-1) says nothing.
+    With injection `input` also features [B, S + 1, D]: row p is what the target said before the token at p.
     """
 
-    def __init__(self, tokens: int, rank: int) -> None:
-        super().__init__()
-        self.w1 = nn.Embedding(tokens, rank)
-        self.w2 = nn.Linear(rank, tokens, bias=False)
+    layers: list[KeysValues]
+    features: Tensor | None = None
 
-    def embed(self, previous: Tensor) -> Tensor:
-        """Rows of the draft head [...] -> [..., rank]."""
-        return self.w1(previous.clamp(min=0)) * (previous >= 0)[..., None]
-
-    def forward(self, previous: Tensor) -> Tensor:
-        """The bias on the next token's logits: [...] -> [..., V']."""
-        return self.w2(self.embed(previous))
+    def before(self, anchors: Tensor) -> Tensor | None:
+        """The features in front of anchors at [B, A]: [B, A, D]; None where features do not enter that way."""
+        if self.features is None:
+            return None
+        return self.features.gather(1, anchors[..., None].expand(-1, -1, self.features.shape[-1]))
 
 
 class BlockModel(nn.Module):
@@ -98,44 +64,104 @@ class BlockModel(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.tap_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width, taps = config.hidden_size, len(config.tap_ids)
+        if config.fusion == "layerwise":
+            self.layer_fusion_weights = nn.Parameter(peak_weights(config.num_layers, taps))
+        elif config.injection != "none":
+            self.fc = nn.Linear(taps * width, width, bias=False)
+        if config.fusion_norm == "layerwise":
+            self.hidden_norms = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in range(config.num_layers))
+        elif config.injection != "none":
+            self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        if config.injection == "input":
+            self.input_proj = nn.Linear(width, width, bias=False)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
         self.markov_head = MarkovHead(config.num_head_rows, config.markov_rank) if config.markov_rank else None
         inverse, self.rotary_factor = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
-    def context(self, taps: Tensor, positions: Tensor) -> Context:
-        """Context keys and values of every layer: taps [B, S, T, D] at positions [B, S] -> per layer [B, G, S, E]."""
-        fused = self.hidden_norm(self.fc(taps.flatten(-2)))
-        tables = self._tables(positions, fused.dtype)
-        layers = cast("Iterable[BlockLayer]", self.layers)
-        made = (layer.self_attn.keys_values(fused, tables) for layer in layers)
-        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in made]
+    def context(
+        self, taps: Tensor | None, positions: Tensor, tokens: Tensor | None = None, past: Context | None = None
+    ) -> Context:
+        """The context of committed tokens: taps [B, S, T, D] at positions [B, S].
 
-    def forward(self, block: Tensor, positions: Tensor, context: Context, context_lengths: Tensor) -> Tensor:
+        Unless injection is `kv`, it also takes the tokens' embeddings [B, S, D], and the context of those before
+        them, whose features (if any) are [B, 1, D], the ones just before the first of these tokens.
+        """
+        if self.config.injection == "kv":
+            assert taps is not None, "the caller sets the taps of its drafter"
+            return Context(self._inject(taps, positions))
+        assert tokens is not None, "a drafter whose context is tokens is given them"
+        features = None
+        if self.config.injection == "input":
+            assert taps is not None, "the caller sets the taps of its drafter"
+            fused = self.hidden_norm(self.fc(taps.flatten(-2)))
+            first = torch.zeros_like(fused[:, :1]) if past is None else past.features
+            features = torch.cat([cast("Tensor", first), fused], dim=1)
+            tokens = tokens + self.input_proj(features[:, :-1])
+        config = self.config
+        nothing = tokens.new_zeros(len(tokens), config.num_kv_heads, 0, config.head_dim)
+        seen = [(nothing, nothing)] * config.num_layers if past is None else past.layers
+        _, made = self.rows(tokens[:, None], positions[:, None], seen, positions[:, :1], causal=True)
+        return Context([(keys[:, 0].transpose(1, 2), values[:, 0].transpose(1, 2)) for keys, values in made], features)
+
+    def forward(
+        self, block: Tensor, positions: Tensor, context: Context, context_lengths: Tensor, before: Tensor | None = None
+    ) -> Tensor:
         """Fill blocks: embeddings [B, A, Q, D] of [anchor, mask, ...] at positions [B, A, Q] -> hidden [B, A, Q, D].
 
-        Every row of block a sees the first context_lengths[b, a] context slots and its own block.  The final
-        norm is applied; the target's head turns the result into logits.
+        Every row of block a sees the first context_lengths[b, a] context slots and its own block.  `before` [B, A, D]
+        are the features in front of the anchors (see `Context.before`).  The final norm is applied; the target's head
+        turns the result into logits.
         """
-        tables = self._tables(positions, block.dtype)
-        x = block
+        return self.norm(self.rows(self.enter(block, before), positions, context.layers, context_lengths)[0])
+
+    def enter(self, block: Tensor, before: Tensor | None) -> Tensor:
+        """A block's embeddings [B, A, Q, D] with the features [B, A, D] in front of its anchor, if it takes them."""
+        return block if before is None else block + self.input_proj(before)[:, :, None]
+
+    def rows(
+        self, x: Tensor, positions: Tensor, context: list[KeysValues], lengths: Tensor, causal: bool | None = None
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """All layers on x [B, A, Q, D], before the final norm; and the rows' own keys and values [B, A, Q, G, E].
+
+        `causal` None: in the block as each layer is configured.
+        """
+        tables, made = self._tables(positions, x.dtype), []
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x = layer(x, tables, layer_context, context_lengths, positions)
-        return self.norm(x)
+            x, own = layer(x, tables, layer_context, lengths, positions, causal)
+            made.append(own)
+        return x, made
+
+    def _inject(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Keys and values [B, G, S, E] of every layer from taps [B, S, T, D]."""
+        layers = list(cast("Iterable[BlockLayer]", self.layers))
+        if self.config.fusion == "shared":
+            fused = [self.hidden_norm(self.fc(taps.flatten(-2)))] * len(layers)
+        else:
+            mixes = mix_taps(taps, self.layer_fusion_weights)
+            norms = self.hidden_norms if self.config.fusion_norm == "layerwise" else [self.hidden_norm] * len(layers)
+            fused = [norm(mix) for norm, mix in zip(norms, mixes.unbind(-2), strict=True)]
+        tables = self._tables(positions, fused[0].dtype)
+        made = (layer.self_attn.context_keys_values(x, tables) for layer, x in zip(layers, fused, strict=True))
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in made]
 
     def _tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
         return rotary_tables(positions, self.inverse_frequencies, self.rotary_factor, dtype)
 
 
 def initialise(model: BlockModel, seed: int, std: float = 0.02) -> None:
-    """Random weights: normal matrices, norms of one, biases of zero, and a Markov head that says nothing yet."""
+    """Random weights: normal matrices, norms of one, biases of zero, and a Markov head that says nothing yet.
+
+    Layerwise fusion starts as its authors have it.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
-            if parameter.dim() > 1:
+            if name == "layer_fusion_weights":
+                parameter.copy_(peak_weights(*parameter.shape))
+            elif parameter.dim() > 1:
                 parameter.normal_(0.0, std, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -143,17 +169,33 @@ def initialise(model: BlockModel, seed: int, std: float = 0.02) -> None:
         nn.init.zeros_(model.markov_head.w2.weight)
 
 
+class ContextCache(KVCache):
+    """The context of a drafter: its keys and values, and where features enter at the input, the latest [slots, D]."""
+
+    features: Tensor | None = None
+
+
 class BlockDrafter:
     """A `BlockModel` as the engine's drafter: context cache, embedding and head of the target, arg-max drafts.
 
     draft_ids [V'] are the target ids that a reduced draft head can say; None: the target's whole head.
-    The model's linear layers are used as they are: pack them first where that pays.
+    `block_size`, if given, is that of the blocks it drafts, not above the one it was trained with.  The model's
+    linear layers are used as they are: pack them first where that pays.
     """
 
     def __init__(
-        self, model: BlockModel, target: Lender, draft_ids: Tensor | None = None, name: str = "dflash"
+        self,
+        model: BlockModel,
+        target: Lender,
+        draft_ids: Tensor | None = None,
+        name: str = "dflash",
+        block_size: int | None = None,
     ) -> None:
         config, info = model.config, target.info
+        if block_size is not None:
+            if not 2 <= block_size <= config.block_size:
+                raise ConfigError(f"block_size={block_size}: the drafter has blocks of 2 to {config.block_size}")
+            config = config.model_copy(update={"block_size": block_size})
         if config.hidden_size != info.hidden_size or config.vocab_size != info.vocab_size:
             raise ValueError(
                 f"the drafter is for a target of width {config.hidden_size} and vocabulary {config.vocab_size}; "
@@ -163,54 +205,89 @@ class BlockDrafter:
             raise ValueError(
                 f"the drafter is for {config.num_target_layers} target layers; '{info.name}' has {info.num_layers}"
             )
-        self.model, self.target, self.draft_ids, self.name = model, target, draft_ids, name
+        self.model, self.config, self.target, self.draft_ids, self.name = model, config, target, draft_ids, name
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
-        self._head = target.head if draft_ids is None else _reduced_head(target.head_rows(draft_ids))
+        self._head = target.head if draft_ids is None else reduced_head(target.head_rows(draft_ids))
         self._head_row = draft_index(draft_ids, info.vocab_size, info.device)
 
-    def new_state(self, slots: int, capacity: int) -> KVCache:
+    def new_state(self, slots: int, capacity: int) -> ContextCache:
         """The context cache; what is committed in it is what was observed."""
-        config, info = self.model.config, self.target.info
-        return KVCache(
-            config.num_layers, slots, capacity, config.num_kv_heads, config.head_dim, info.dtype, info.device
-        )
+        config, info = self.config, self.target.info
+        if config.order == "autoregressive":
+            capacity += config.block_size  # a block's rows stand behind the context while it is drafted
+        shape = config.num_layers, slots, capacity, config.num_kv_heads, config.head_dim
+        state = ContextCache(*shape, info.dtype, info.device)
+        if config.injection == "input":
+            state.features = torch.zeros(slots, config.hidden_size, dtype=info.dtype, device=info.device)
+        return state
 
-    def reset(self, state: KVCache, row: int) -> None:
+    def reset(self, state: ContextCache, row: int) -> None:
         state.truncate([row], [0])
+        if state.features is not None:
+            state.features[row] = 0
 
     @torch.no_grad()
     def observe(
-        self,
-        state: KVCache,
-        rows: Sequence[int],
-        tokens: Tensor,  # noqa: ARG002  # this kind of drafter learns of tokens by their taps
-        taps: Tensor | None,
-        counts: Sequence[int],
+        self, state: ContextCache, rows: Sequence[int], tokens: Tensor, taps: Tensor | None, counts: Sequence[int]
     ) -> None:
         """Write the context keys and values of tokens just committed, once and for all."""
-        assert taps is not None, "the engine sets the taps of its drafter"
-        starts = torch.tensor([state.lengths[row] for row in rows], device=taps.device)
-        positions = starts[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        for layer, (keys, values) in enumerate(self.model.context(taps, positions)):
+        starts = torch.tensor([state.lengths[row] for row in rows], device=tokens.device)
+        positions = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        if self.config.injection == "kv":
+            context = self.model.context(taps, positions)
+        else:
+            before = None if state.features is None else state.features[list(rows)][:, None]
+            past = Context(self._gather(state, rows, int(starts.max())), before)
+            context = self.model.context(taps, positions, self.target.embed(tokens), past)
+        for layer, (keys, values) in enumerate(context.layers):
             for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 new = slice(b, b + 1), slice(None), slice(count)
                 state.write(layer, [row], [state.lengths[row]], keys[new], values[new])
+        if state.features is not None:
+            last = context.before(torch.tensor(counts, device=tokens.device)[:, None])
+            state.features[list(rows)] = cast("Tensor", last)[:, 0]
         state.extend(rows, counts)
 
     @torch.no_grad()
-    def propose(self, state: KVCache, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(self, state: ContextCache, rows: Sequence[int], anchors: Tensor) -> Proposal:
         """One block per row: anchors [B] -> tokens [B, K], K = `max_drafts`."""
-        config, device = self.model.config, anchors.device
+        lengths = [state.lengths[row] for row in rows]
+        before = None if state.features is None else state.features[list(rows)][:, None]
+        if self.config.order == "autoregressive":
+            return Proposal(self._one_by_one(state, rows, anchors, lengths, before))
+        config, device = self.config, anchors.device
         ids = torch.full((len(rows), config.block_size), config.mask_token_id, device=device)
         ids[:, 0] = anchors
-        lengths = [state.lengths[row] for row in rows]
         starts = torch.tensor(lengths, device=device)[:, None]
         positions = starts[:, None] + torch.arange(config.block_size, device=device)
-        context = [state.gather(layer, rows, max(lengths)) for layer in range(config.num_layers)]
-        hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts)[:, 0]
+        context = Context(self._gather(state, rows, max(lengths)))
+        hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts, before)[:, 0]
         logits = self._head(hidden[:, -self.max_drafts :])
         tokens = logits.argmax(dim=-1) if self.model.markov_head is None else self._follow(logits, anchors)
         return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens])
+
+    def _one_by_one(
+        self, state: ContextCache, rows: Sequence[int], tokens: Tensor, lengths: list[int], before: Tensor | None
+    ) -> Tensor:
+        """Each draft is the next row's input: anchors [B] -> tokens [B, K].
+
+        Rows leave their keys and values behind the context, uncommitted, where the rows after them see them.
+        """
+        chosen = []
+        for _ in range(self.max_drafts):
+            at = torch.tensor(lengths, device=tokens.device)[:, None]
+            x = self.model.enter(self.target.embed(tokens)[:, None, None], before)
+            x, made = self.model.rows(x, at[..., None], self._gather(state, rows, max(lengths)), at)
+            for layer, (keys, values) in enumerate(made):
+                state.write(layer, rows, lengths, keys[:, 0].transpose(1, 2), values[:, 0].transpose(1, 2))
+            tokens = self._head(self.model.norm(x)[:, 0, 0]).argmax(dim=-1)
+            tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
+            chosen.append(tokens)
+            lengths = [length + 1 for length in lengths]
+        return torch.stack(chosen, dim=1)
+
+    def _gather(self, state: ContextCache, rows: Sequence[int], length: int) -> list[KeysValues]:
+        return [state.gather(layer, rows, length) for layer in range(self.config.num_layers)]
 
     def _follow(self, logits: Tensor, anchors: Tensor) -> Tensor:
         """Choose from left to right, each token knowing the one before: logits [B, K, V'] -> rows [B, K]."""
@@ -220,21 +297,3 @@ class BlockDrafter:
             previous = (logits[:, k] + self.model.markov_head(previous)).argmax(dim=-1)
             chosen.append(previous)
         return torch.stack(chosen, dim=1)
-
-
-def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
-    """Target id -> row of the draft head, -1 where a reduced head has none: [V]."""
-    if draft_ids is None:
-        return torch.arange(vocab_size, device=device)
-    index = torch.full((vocab_size,), -1, dtype=torch.long, device=device)
-    index[draft_ids] = torch.arange(len(draft_ids), device=device)
-    return index
-
-
-def _reduced_head(weight: Tensor) -> nn.Module:
-    """The head's kept rows [V', D] as a linear layer of their own, packed where that pays."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return PackedLinear(weight)
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return head

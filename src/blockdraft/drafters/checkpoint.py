@@ -1,8 +1,10 @@
 """The canonical folder of a drafter: config.json, model.safetensors and provenance.json.
 
-The layout is the published one, which SGLang and vLLM load for DFlash; tensor names carry no prefix, and the
-target's embedding and head are not among them.  A reduced draft head adds `d2t` [V']: target id minus draft id; a
-Markov head adds its two matrices, which engines that know DFlash alone do not read.
+The layout is the published one, which SGLang and vLLM load for DFlash; for DFlare it is that of its authors' code.
+Tensor names carry no prefix, and the target's embedding and head are not among them.  A reduced draft head adds
+`d2t` [V']: target id minus draft id; a Markov head adds its two matrices, which engines that know DFlash alone do not
+read.  What is neither DFlash nor DFlare has an architecture of its own, so that nobody takes it for one of them, and
+says in `blockdraft_config` what it is.
 """
 
 from __future__ import annotations
@@ -19,12 +21,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.config import ConfigError, DrafterConfig
+from blockdraft.config import ConfigError, DraftAxes, DrafterConfig
 from blockdraft.drafters.base import Lender
 from blockdraft.drafters.block import BlockDrafter, BlockModel
 from blockdraft.ops.layers import pack_linears
 
-ARCHITECTURE = "DFlashDraftModel"
+# Which axes an architecture stands for; the second of DFlare's names is in its authors' checkpoints.
+DFLARE = {"fusion": "layerwise", "context_projections": "separate"}
+ARCHITECTURES: dict[str, dict[str, str]] = {
+    "DFlashDraftModel": {},
+    "QwenDFlareDraftModel": DFLARE,
+    "DFlareQwen3Model": DFLARE,
+}
+OWN_ARCHITECTURE = "BlockDraftModel"
+AXES = ("fusion", "fusion_norm", "context_projections", "injection", "order")
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -40,6 +50,9 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The published config.json of a drafter; every layer type and causality is written out."""
+    axes = {axis: getattr(config, axis) for axis in AXES}
+    named = (name for name, stands_for in ARCHITECTURES.items() if _axes(stands_for) == axes)
+    architecture = next(named, OWN_ARCHITECTURE)
     layer_types = list(config.layer_types or ("full_attention",) * config.num_layers)
     dflash: dict[str, Any] = {
         "block_size": config.block_size,
@@ -50,10 +63,11 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.is_causal is not None:
         dflash["causal"] = config.is_causal
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [architecture],
         "model_type": "qwen3",
         "block_size": config.block_size,
         "dflash_config": dflash,
+        **({"blockdraft_config": axes} if architecture == OWN_ARCHITECTURE else {}),
         "num_target_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -88,11 +102,10 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
 
     def need(key: str) -> Any:
         if merged.get(key) is None:
-            raise ConfigError(f"{where}: '{key}' is missing; is this a DFlash drafter?")
+            raise ConfigError(f"{where}: '{key}' is missing; is this a block drafter?")
         return merged[key]
 
-    if ARCHITECTURE not in (values.get("architectures") or []):
-        raise ConfigError(f"{where}: architectures {values.get('architectures')} is not a drafter ({ARCHITECTURE})")
+    axes = _read_axes(values, where)
     if merged.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act '{merged['hidden_act']}' is not supported (silu)")
     layer_types = tuple(merged.get("layer_types") or ())
@@ -112,6 +125,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
             "mask_token_id": need("mask_token_id"),
             "tap_ids": tuple(need("target_layer_ids")),
             "num_target_layers": need("num_target_layers"),
+            **axes,
             "rms_norm_eps": need("rms_norm_eps"),
             "rope_theta": merged["rope_theta"] if merged.get("rope_theta") is not None else rope.get("rope_theta"),
             "rope_scaling": merged.get("rope_scaling") or scaling or None,
@@ -126,6 +140,26 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
         },
         where,
     )
+
+
+def _axes(changed: dict[str, str]) -> dict[str, str]:
+    """DFlash's axes, some of them changed."""
+    return {axis: changed.get(axis, DraftAxes.model_fields[axis].default) for axis in AXES}
+
+
+def _read_axes(values: dict[str, Any], where: str) -> dict[str, str]:
+    """The axes that the architecture stands for, or that stand beside our own."""
+    found = values.get("architectures") or []
+    for name in found if isinstance(found, list) else [found]:
+        if name in ARCHITECTURES:
+            return _axes(ARCHITECTURES[name])
+        if name == OWN_ARCHITECTURE:
+            stated = values.get("blockdraft_config")
+            if not isinstance(stated, dict) or set(stated) != set(AXES):
+                raise ConfigError(f"{where}: 'blockdraft_config' of a {name} must say {', '.join(AXES)}, and no more")
+            return stated
+    known = ", ".join([*ARCHITECTURES, OWN_ARCHITECTURE])
+    raise ConfigError(f"{where}: architectures {values.get('architectures')} is not a drafter ({known})")
 
 
 def save_drafter(
@@ -191,11 +225,14 @@ def load_model(
     return model, None if draft_ids is None else draft_ids.to(device)
 
 
-def load_drafter(folder: str | Path, target: Lender) -> BlockDrafter:
-    """A drafter ready to draft for `target`, its linear layers packed where that pays."""
+def load_drafter(folder: str | Path, target: Lender, block_size: int | None = None) -> BlockDrafter:
+    """A drafter ready to draft for `target`, its linear layers packed where that pays.
+
+    `block_size`: draft smaller blocks than it was trained with; None: as large ones.
+    """
     model, draft_ids = load_model(folder, target.info.dtype, target.info.device)
     pack_linears(model)
-    return BlockDrafter(model, target, draft_ids, name=Path(folder).name)
+    return BlockDrafter(model, target, draft_ids, name=Path(folder).name, block_size=block_size)
 
 
 def _draft_ids(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor | None:

@@ -42,8 +42,10 @@ class LLM:
     are known ("auto").
     `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed
     before), "model:NAME" (a smaller model), the settings of one of these two, or a drafter that is ready.
-    The answers are the same with every drafter, `slots` (requests at once) and `verify_width`: exactly in float32
-    on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide otherwise.
+    `block_size` has the drafter draft smaller blocks than it was trained with.
+    The answers are the same with every drafter, `slots` (requests at once), `verify_width` and `block_size`: exactly
+    in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
+    otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
     """
 
@@ -59,7 +61,10 @@ class LLM:
         slots: int = 8,
         capacity: int = 2048,
         verify_width: int | None = None,
+        block_size: int | None = None,
     ) -> None:
+        if block_size is not None and not isinstance(drafter, (str, Path)):
+            raise ValueError("block_size is for a drafter that is loaded here: give a folder, or 'auto'")
         config = EngineConfig.parse({"slots": slots, "capacity": capacity, "verify_width": verify_width}, "LLM")
         if isinstance(target, (str, Path)):
             spec = str(target)
@@ -73,7 +78,7 @@ class LLM:
             if tokenizer is None:
                 raise ValueError("a loaded target needs its tokenizer: pass tokenizer=")
         self.target, self.tokenizer = target, tokenizer
-        self.drafter = make_drafter(found, target)
+        self.drafter = make_drafter(found, target, block_size)
         self.engine = Engine(target, self.drafter, config, tokenizer)
 
     def generate(

@@ -32,10 +32,17 @@ def find_drafter(wanted: Wanted, target: str) -> Found:
     return choice
 
 
-def make_drafter(found: Found, target: Target) -> Drafter | None:
-    """The drafter, ready to draft for `target`.  ValueError, in one line: it cannot be loaded, or does not fit."""
+def make_drafter(found: Found, target: Target, block_size: int | None = None) -> Drafter | None:
+    """The drafter, ready to draft for `target`; `block_size` is for one that drafts blocks: None, as it was trained.
+
+    ValueError, in one line: it cannot be loaded, or does not fit.
+    """
     if isinstance(found, Path):
-        return load_drafter(found, target)
+        return load_drafter(found, target, block_size)
+    if block_size is not None:
+        raise ValueError(
+            "block_size is for a drafter that drafts blocks; ngram:K and model:NAME:K say how far they draft"
+        )
     if isinstance(found, NgramConfig):
         return NgramDrafter(found)
     if isinstance(found, DraftModelConfig):

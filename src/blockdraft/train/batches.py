@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import DrafterConfig
-from blockdraft.train.blocks import Blocks, make_blocks, sample_anchors
+from blockdraft.train.blocks import Blocks, fixed_anchors, make_blocks, sample_anchors
 from blockdraft.train.data import Sample
 
 # Batches are cut from windows of so many batches, sorted by length: little padding, and still a shuffle.
@@ -23,10 +23,11 @@ WINDOW_BATCHES = 32
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a step with their blocks; positions [B, S - 1] are the context's."""
+    """Samples of a step with their blocks; ids and positions [B, S - 1] are the context's."""
 
     samples: list[Sample]
     blocks: Blocks
+    ids: Tensor
     positions: Tensor
     tokens: int
 
@@ -63,18 +64,29 @@ def keyed_generator(*key: object) -> torch.Generator:
 
 
 def make_batch(
-    samples: list[Sample], count: int, seed: int, epoch: int, drafter: DrafterConfig, gamma: float, device: torch.device
+    samples: list[Sample],
+    count: int,
+    seed: int,
+    epoch: int,
+    drafter: DrafterConfig,
+    gamma: float,
+    device: torch.device,
+    fixed: bool = False,
 ) -> Batch:
-    """Draw the anchors of each sample and lay out its blocks, padded on the right."""
+    """Draw the anchors of each sample, or take the fixed ones, and lay out its blocks, padded on the right."""
     length = max(len(sample) for sample in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.int64)
     mask = torch.zeros(len(samples), length, dtype=torch.bool)
-    drawn = [sample_anchors(sample.loss_mask, count, seed, epoch, sample.number) for sample in samples]
-    anchors = torch.full((len(samples), max(len(one) for one in drawn)), -1)
+    if fixed:
+        drawn = [fixed_anchors(sample.loss_mask, count, drafter.block_size) for sample in samples]
+    else:
+        drawn = [sample_anchors(sample.loss_mask, count, seed, epoch, sample.number) for sample in samples]
+    anchors = torch.full((len(samples), max(1, *(len(one) for one in drawn))), -1)
     for row, (sample, one) in enumerate(zip(samples, drawn, strict=True)):
         ids[row, : len(sample)] = sample.ids
         mask[row, : len(sample)] = sample.loss_mask
         anchors[row, : len(one)] = one
-    blocks = make_blocks(ids.to(device), mask.to(device), anchors.to(device), drafter, gamma)
+    ids = ids.to(device)
+    blocks = make_blocks(ids, mask.to(device), anchors.to(device), drafter, gamma)
     positions = torch.arange(length - 1, device=device).expand(len(samples), -1)
-    return Batch(samples, blocks, positions, sum(len(sample) for sample in samples))
+    return Batch(samples, blocks, ids[:, :-1], positions, sum(len(sample) for sample in samples))

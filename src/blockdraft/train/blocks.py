@@ -3,8 +3,8 @@
 Letters: B sequences, S tokens, A anchors per sequence, Q block rows, K drafted tokens.
 
 An anchor is a token of the answer whose successors are to be drafted.  Row 0 of its block is the anchor, the
-other rows are masks.  Row k is asked for the token at anchor + k, or, where the anchor's row drafts too, at
-anchor + k + 1.
+other rows are masks, or the answer's next tokens where drafting goes token after token.  Row k is asked for the token
+at anchor + k, or, where the anchor's row drafts too, at anchor + k + 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blockdraft.config import DrafterConfig
 class Blocks:
     """A batch of blocks; rows that teach nothing have weight 0 and label 0."""
 
-    ids: Tensor  # [B, A, Q] anchor, then mask tokens
+    ids: Tensor  # [B, A, Q] anchor, then mask tokens or the answer
     positions: Tensor  # [B, A, Q] absolute
     context_lengths: Tensor  # [B, A] tokens strictly before the anchor
     label_positions: Tensor  # [B, A, Q] where the label stands in the sequence, clamped into it
@@ -35,17 +35,28 @@ def sample_anchors(loss_mask: Tensor, count: int, seed: int, epoch: int, sample:
 
     Uniform without replacement, by a generator of (seed, epoch, sample) alone: a resumed run draws the same.
     """
-    eligible = (loss_mask[:-1] & loss_mask[1:]).nonzero()[:, 0]
+    eligible = eligible_anchors(loss_mask)
     key = hashlib.sha256(f"{seed}/{epoch}/{sample}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
     chosen = torch.randperm(len(eligible), generator=generator)[:count]
     return eligible[chosen].sort().values
 
 
+def fixed_anchors(loss_mask: Tensor, count: int, stride: int) -> Tensor:
+    """The first `count` of the same positions [S] that are multiples of `stride`: blocks side by side, every epoch."""
+    eligible = eligible_anchors(loss_mask)
+    return eligible[eligible % stride == 0][:count]
+
+
+def eligible_anchors(loss_mask: Tensor) -> Tensor:
+    """Positions [S] that are answer and have answer behind them, ascending."""
+    return (loss_mask[:-1] & loss_mask[1:]).nonzero()[:, 0]
+
+
 def make_blocks(ids: Tensor, loss_mask: Tensor, anchors: Tensor, config: DrafterConfig, gamma: float) -> Blocks:
     """Blocks of ids [B, S] at anchors [B, A] (-1: none); labels only where loss_mask [B, S] is set.
 
-    The weight of the k-th drafted token, k from 1, is exp(-(k - 1) / gamma).
+    The weight of the k-th drafted token, k from 1, is exp(-(k - 1) / gamma); gamma may be infinite.
     """
     size = config.block_size
     row = torch.arange(size, device=ids.device)
@@ -61,8 +72,11 @@ def make_blocks(ids: Tensor, loss_mask: Tensor, anchors: Tensor, config: Drafter
     unbroken = answer.long().cumprod(dim=-1).bool()  # a block ends with its answer, though another may follow
     teaches = unbroken & real[..., None] & (drafted >= 0)
     labels = ids.gather(1, flat).view_as(positions).where(teaches, torch.zeros_like(positions))
-    inputs = torch.full_like(positions, config.mask_token_id)
-    inputs[..., 0] = ids.gather(1, starts)
+    if config.order == "autoregressive":  # behind the end stands anything: no row that teaches sees it
+        inputs = ids.gather(1, positions.clamp(max=ids.shape[1] - 1).flatten(1)).view_as(positions)
+    else:
+        inputs = torch.full_like(positions, config.mask_token_id)
+        inputs[..., 0] = ids.gather(1, starts)
     return Blocks(
         ids=inputs,
         positions=positions,

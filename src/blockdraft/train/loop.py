@@ -19,14 +19,15 @@ from rich.console import Console
 from torch import Tensor
 
 from blockdraft.config import ConfigError, TrainConfig
-from blockdraft.drafters.block import BlockModel, draft_index
+from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import save_drafter
+from blockdraft.drafters.head import draft_index
 from blockdraft.targets.base import Target
 from blockdraft.train.batches import Batch, Batches, make_batch
 from blockdraft.train.data import Dataset
 from blockdraft.train.features import FeatureBatch, Features
 from blockdraft.train.log import Log, Meter
-from blockdraft.train.loss import BlockLoss, Teacher, block_loss
+from blockdraft.train.loss import BlockLoss, Teacher, block_loss, position_decay
 from blockdraft.train.progress import Meterbar, say
 from blockdraft.train.resume import Interrupt, check_identity
 from blockdraft.train.setup import Draft
@@ -133,8 +134,9 @@ class _Run:
         started = time.perf_counter()
         config, number = self.config, self.progress.step
         epoch, samples = self.batches.at(number)
-        drafter = self.draft.model.config
-        batch = make_batch(samples, config.anchors, config.seed, epoch, drafter, config.loss.gamma, self.device)
+        drafter, fixed = self.draft.model.config, config.anchor_mode == "fixed"
+        gamma = position_decay(config.loss, number, config.steps, epoch)
+        batch = make_batch(samples, config.anchors, config.seed, epoch, drafter, gamma, self.device, fixed)
         loss = self._loss(batch, self.features.batch(samples))
         if loss.blocks == 0:
             raise TrainingError(f"step {number + 1}: nothing to learn in its batch; look at the data with --preview")
@@ -154,8 +156,10 @@ class _Run:
         model, blocks = self.weights.model, batch.blocks
         with torch.no_grad():
             embedded = self.target.embed(blocks.ids).to(self.dtype)
-        context = model.context(features.taps.to(self.dtype), batch.positions)
-        hidden = model(embedded, blocks.positions, context, blocks.context_lengths)
+            tokens = None if model.config.injection == "kv" else self.target.embed(batch.ids).to(self.dtype)
+        context = model.context(features.taps.to(self.dtype), batch.positions, tokens)
+        before = context.before(blocks.context_lengths)
+        hidden = model(embedded, blocks.positions, context, blocks.context_lengths, before)
         teacher: Teacher | None = features.teacher if self.config.loss.soft_weight > 0 else None
         return block_loss(
             hidden, blocks, self.head, self.index, teacher, model.config, self.config.loss, model.markov_head

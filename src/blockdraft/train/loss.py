@@ -8,6 +8,7 @@ pass, so nothing of size [rows, V'] is kept, and nothing is computed twice.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,23 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import DrafterConfig, LossConfig
-from blockdraft.drafters.block import MarkovHead
+from blockdraft.drafters.markov import MarkovHead
 from blockdraft.train.blocks import Blocks
+
+
+def position_decay(config: LossConfig, step: int, steps: int, epoch: int) -> float:
+    """The gamma of a step (of 0 .. steps - 1) in its epoch (from 0); infinite where all positions weigh the same.
+
+    Stairs rise by gamma_step with every epoch (DFlare's code), linear rises evenly from the first step to the last;
+    both end at gamma_max.
+    """
+    if config.weights == "uniform":
+        return math.inf
+    if config.schedule == "constant" or config.gamma_max is None:
+        return config.gamma
+    if config.schedule == "stairs":
+        return min(config.gamma + config.gamma_step * epoch, config.gamma_max)
+    return config.gamma + (config.gamma_max - config.gamma) * step / max(steps - 1, 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from blockdraft.config import ConfigError
+from blockdraft.config import ConfigError, TrainConfig
 from blockdraft.train.progress import say
 
 # What may change between a checkpoint and the run that goes on from it.
@@ -30,8 +30,12 @@ FREE_KEYS = {
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], console: Console) -> None:
-    """Raise ConfigError naming the first setting that must not change and did."""
-    old, new = _flat(saved["config"]), _flat(now["config"])
+    """Raise ConfigError naming the first setting that must not change and did.
+
+    A setting that did not exist when the run was saved had its default.
+    """
+    old = _flat(TrainConfig.parse(saved["config"], "the saved run").model_dump(mode="json"))
+    new = _flat(now["config"])
     for key in sorted(old.keys() | new.keys()):
         if key not in FREE_KEYS and old.get(key) != new.get(key):
             raise ConfigError(f"cannot resume: {key} was {old.get(key)} and is {new.get(key)} now")

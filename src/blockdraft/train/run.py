@@ -12,7 +12,7 @@ from blockdraft.train.data import Dataset, load_dataset
 from blockdraft.train.features import Features, OnlineFeatures
 from blockdraft.train.loop import Evaluate, TrainResult, train
 from blockdraft.train.progress import say
-from blockdraft.train.setup import Draft, Teachable, make_draft, whiten_fusion
+from blockdraft.train.setup import Teachable, make_draft, recipe_taps, whiten_fusion
 from blockdraft.train.shards import build_shards
 
 WHITENING_SAMPLES = 64
@@ -40,7 +40,7 @@ def train_drafter(
         say(console, "no held-out prompts: the acceptance length will not be measured")
     draft = make_draft(config.drafter, target, dataset, tokenizer, config.seed)
     say(console, "drafter: " + ", ".join(f"{key} {value}" for key, value in draft.notes.items()))
-    features = open_features(config, target, draft, dataset, folder, console)
+    features = open_features(config, target, dataset, folder, console)
     if config.drafter.fusion_init == "whitened" and config.drafter.warm_start is None:
         whiten_fusion(draft.model, features, dataset.train[:WHITENING_SAMPLES], config.seed)
     return train(
@@ -48,11 +48,11 @@ def train_drafter(
     )
 
 
-def open_features(
-    config: TrainConfig, target: Teachable, draft: Draft, dataset: Dataset, folder: Path, console: Console
-) -> Features:
+def open_features(config: TrainConfig, target: Teachable, dataset: Dataset, folder: Path, console: Console) -> Features:
     """The features that the recipe asks for; shards are made where they are missing."""
-    taps, top_k = draft.model.config.tap_ids, config.features.teacher_top_k
+    # The recipe's taps, though a drafter without injection ignores them: ablations share one folder of features.
+    taps = recipe_taps(config.drafter, target.info.num_layers)
+    top_k = config.features.teacher_top_k
     if config.features.mode == "online":
         return OnlineFeatures(target, taps, top_k)
     shards = Path(config.features.folder) if config.features.folder is not None else folder / "features"

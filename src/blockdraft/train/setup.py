@@ -5,16 +5,18 @@ Letters: V vocabulary, V' draft vocabulary, D hidden width, T taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from blockdraft.config import ConfigError, DrafterConfig, DraftShape
+from blockdraft.config import ConfigError, DraftAxes, DrafterConfig, DraftShape
 from blockdraft.drafters.block import BlockModel, initialise
 from blockdraft.drafters.checkpoint import default_taps, load_model
+from blockdraft.drafters.fusion import bell_weights
+from blockdraft.drafters.layers import BlockLayer
 from blockdraft.targets.base import Target
 from blockdraft.train.chats import Tokenizer
 from blockdraft.train.data import Dataset, Sample
@@ -55,8 +57,10 @@ def make_draft(shape: DraftShape, target: Teachable, dataset: Dataset, tokenizer
     initialise(model, seed)
     if shape.warm_start is not None:
         _copy_weights(model, load_model(shape.warm_start)[0], shape.warm_start)
-    elif shape.init == "target":
-        copy_target(model, target)
+    else:
+        if shape.init == "target":
+            copy_target(model, target)
+        start_context(model, shape)
     notes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "mask_token_id": mask_id}
     draft_ids = None
     if shape.draft_vocab_size is not None:
@@ -81,15 +85,14 @@ def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> 
         "hidden_size": info.hidden_size,
         "vocab_size": info.vocab_size,
         "num_target_layers": info.num_layers,
+        **{axis: getattr(shape, axis) for axis in DraftAxes.model_fields},
         "num_layers": shape.num_layers,
         "block_size": shape.block_size,
         "mask_token_id": mask_token_id,
-        "tap_ids": recipe_taps(shape, info.num_layers),
+        "tap_ids": () if shape.injection == "none" else recipe_taps(shape, info.num_layers),
         "layer_types": shape.layer_types,
         "sliding_window": shape.sliding_window,
-        "anchor_drafts": shape.anchor_drafts,
         "draft_vocab_size": shape.draft_vocab_size,
-        "markov_rank": shape.markov_rank,
     }
     return DrafterConfig.parse(values, "drafter")
 
@@ -149,24 +152,37 @@ def inherited_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def copy_target(model: BlockModel, target: Teachable) -> None:
-    """Start the layers as copies of evenly spread target layers, and the fused context as the mean of the taps.
+    """Start the layers as copies of evenly spread target layers, and a shared fusion as the mean of the taps.
 
-    The per-head norms have no counterpart in most targets and stay at one.  ConfigError: the shapes differ.
+    What has no counterpart in the target stays as it is: the per-head norms in most, separate context projections
+    in all.  ConfigError: the shapes differ.
     """
     for layer, source in zip(model.layers, inherited_layers(target.info.num_layers, len(model.layers)), strict=True):
         weights = target.layer_weights(source)
         for name, parameter in layer.named_parameters():
             if name not in weights:
-                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                if name.endswith(("q_norm.weight", "k_norm.weight", "_proj_target.weight", "_proj_target.bias")):
                     continue
                 raise ConfigError(f"drafter.init=target: layer {source} of the target has no '{name}'")
             if weights[name].shape != parameter.shape:
                 found, expected = list(weights[name].shape), list(parameter.shape)
                 raise ConfigError(f"drafter.init=target: '{name}' is {found} in the target, {expected} in the drafter")
             parameter.copy_(weights[name])
-    width = model.config.hidden_size
-    taps = len(model.config.tap_ids)
-    model.fc.weight.copy_(torch.eye(width).repeat(1, taps) / taps)
+    width, taps = model.config.hidden_size, len(model.config.tap_ids)
+    if model.config.fusion == "shared" and taps:
+        model.fc.weight.copy_(torch.eye(width).repeat(1, taps) / taps)
+
+
+@torch.no_grad()
+def start_context(model: BlockModel, shape: DraftShape) -> None:
+    """Where the mixes of a layerwise fusion and separate context projections start, if not as `initialise` has it."""
+    if shape.fusion_init == "bell":
+        model.layer_fusion_weights.copy_(bell_weights(*model.layer_fusion_weights.shape))
+    if shape.context_init == "copied":
+        for layer in cast("Iterable[BlockLayer]", model.layers):
+            attention = layer.self_attn
+            attention.k_proj_target.load_state_dict(attention.k_proj.state_dict())
+            attention.v_proj_target.load_state_dict(attention.v_proj.state_dict())
 
 
 @torch.no_grad()
@@ -192,7 +208,8 @@ def _copy_weights(model: BlockModel, source: BlockModel, where: str) -> None:
     A Markov head belongs to one draft vocabulary, so it starts anew.
     """
     shapes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-    for key in (*shapes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling", "anchor_drafts"):
+    axes = tuple(axis for axis in DraftAxes.model_fields if axis != "markov_rank")
+    for key in (*shapes, *axes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling"):
         if getattr(model.config, key) != getattr(source.config, key):
             ours, theirs = getattr(model.config, key), getattr(source.config, key)
             raise ConfigError(f"drafter.warm_start={where}: {key} is {theirs} there and {ours} here")

@@ -51,8 +51,10 @@ class Weights:
         self.average = {name: p.clone() for name, p in self.masters.items()} if config.ema > 0 else None
         self._shared = dtype == torch.float32
         # A Markov head's matrices are tables of tokens: rare ones must not be moved as far as frequent ones.
-        matrices = [p for name, p in self.masters.items() if p.dim() > 1 and not name.startswith("markov_head.")]
-        others = [p for name, p in self.masters.items() if p.dim() <= 1 or name.startswith("markov_head.")]
+        # The mixes of a layerwise fusion are rows of scalars, each on its own: no direction, and no decay to zero.
+        tables = ("markov_head.", "layer_fusion_weights")
+        matrices = [p for name, p in self.masters.items() if p.dim() > 1 and not name.startswith(tables)]
+        others = [p for name, p in self.masters.items() if p.dim() <= 1 or name.startswith(tables)]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
         ]

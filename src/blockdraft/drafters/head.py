@@ -1,0 +1,29 @@
+"""The draft head: all rows of the target's head, or only those of the tokens that a drafter can say.
+
+Letters: V vocabulary, V' rows of the draft head, D hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.ops.layers import PackedLinear
+
+
+def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
+    """Target id -> row of the draft head, -1 where a reduced head has none: [V]."""
+    if draft_ids is None:
+        return torch.arange(vocab_size, device=device)
+    index = torch.full((vocab_size,), -1, dtype=torch.long, device=device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=device)
+    return index
+
+
+def reduced_head(weight: Tensor) -> nn.Module:
+    """The head's kept rows [V', D] as a linear layer of their own, packed where that pays."""
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return PackedLinear(weight)
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return head
