@@ -123,6 +123,18 @@ def test_a_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str], tm
         assert message in lines[0], (arguments, err)
 
 
+def test_devices_and_dtypes_reach_the_target(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    common = ["generate", "x", "--target", target, "--drafter", "none", "--max-tokens", "4"]
+    for option, value, message in (
+        ("--dtype", "float8", "dtype 'float8' is not one of"),
+        ("--device", "toaster", "could not be loaded"),
+        ("--target-impl", "fast", "'fast' is not one of"),
+    ):
+        code, _, err = run(capsys, *common, option, value)
+        assert (code, len(err.splitlines())) == (2, 1) and message in err
+    assert run(capsys, *common, "--dtype", "bfloat16")[0] == 0
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         main(["generate", "", "--debug"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
 from blockdraft.cli.wiring import DEFAULT_TARGET, shipped_folder
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def command(
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set's JSONL; none: download it.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
     arms: Annotated[str, typer.Option(help="What to compare, by commas; the first is the reference.")] = ",".join(ARMS),
-    target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    target_impl: Annotated[
-        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
-    ] = "auto",
-    drafter: Annotated[str, typer.Option(help="auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")] = "auto",
+    target: TargetOption = DEFAULT_TARGET,
+    target_impl: ImplOption = "auto",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    drafter: DrafterOption = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
@@ -44,7 +45,7 @@ def command(
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 1,
     verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: ThreadsOption = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; none: results/bench-DATASET-tTEMPERATURE.json.")
     ] = None,
@@ -74,7 +75,7 @@ def command(
     from blockdraft.bench.report import machine
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen, target_impl)
+    loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
     chat = make_chat(tokenizer)
     room = room_for(prompts, chat, max_tokens)
     llm = LLM(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
 from blockdraft.cli.wiring import ASSETS, DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -28,13 +29,11 @@ def command(
         bool, typer.Option("--compare", help="Run plain and drafted in turn; show rates, tau, identical.")
     ] = False,
     show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour what the drafter got right.")] = False,
-    target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    target_impl: Annotated[
-        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
-    ] = "auto",
-    drafter: Annotated[
-        str, typer.Option(help="auto, none, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
-    ] = "auto",
+    target: TargetOption = DEFAULT_TARGET,
+    target_impl: ImplOption = "auto",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    drafter: DrafterOption = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the most likely token each time.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -46,7 +45,7 @@ def command(
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it stands, without a chat template.")] = False,
     verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Generate an answer: with a drafter it comes faster, and it is the same answer."""
     from blockdraft.config import SamplingParams
@@ -80,7 +79,7 @@ def command(
     prepare(threads)
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen, target_impl)
+    loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
     llm = LLM(

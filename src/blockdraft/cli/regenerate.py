@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
 from blockdraft.cli.wiring import DEFAULT_TARGET
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from blockdraft.config import TrainConfig
+    from blockdraft.drafters.names import DrafterChoice
     from blockdraft.engine.api import LLM
     from blockdraft.engine.request import Request
+    from blockdraft.targets.base import Target
     from blockdraft.train.record import Recording
     from blockdraft.train.regenerate import Answer, Job
 
@@ -21,13 +26,11 @@ if TYPE_CHECKING:
 def command(
     prompts: Annotated[Path, typer.Argument(help="JSONL with 'prompt' or 'messages', and perhaps 'id'.")],
     output: Annotated[Path, typer.Argument(help="JSONL to add answers to; prompts answered there are skipped.")],
-    target: Annotated[str, typer.Option(help="Folder, GGUF file, Hub id or short name.")] = DEFAULT_TARGET,
-    target_impl: Annotated[
-        str, typer.Option(help="The target's layers: dense (ours), hf (transformers'), or auto.")
-    ] = "auto",
-    drafter: Annotated[
-        str, typer.Option(help="none, auto, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
-    ] = "none",
+    target: TargetOption = DEFAULT_TARGET,
+    target_impl: ImplOption = "auto",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    drafter: DrafterOption = "none",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
     greedy_share: Annotated[float, typer.Option(help="Share of the prompts that is answered greedily.")] = 0.67,
     temperature: Annotated[float, typer.Option(help="For the others.")] = 0.7,
@@ -35,7 +38,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Decides which are greedy, and the others' random numbers.")] = 0,
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", min=1)] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: ThreadsOption = None,
     features: Annotated[
         Path | None,
         typer.Option(help="Keep the features that --recipe trains on in this folder, for its features.folder."),
@@ -67,11 +70,14 @@ def command(
             raise ValueError("--base-url needs --model: the server's name for the target")
         answers = OpenAIAnswers(base_url, model, max_tokens, slots, api_key, top_p)
     else:
-        from blockdraft.cli.wiring import prepare
+        from blockdraft.cli.wiring import load, prepare
+        from blockdraft.drafters.names import parse_drafter
 
         prepare(threads)
+        chosen = parse_drafter(drafter)
+        loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
         kept = (config, features) if config is not None and features is not None else None
-        answers = EngineAnswers(target, drafter, jobs, max_tokens, top_p, slots, kept, target_impl)
+        answers = EngineAnswers(loaded, tokenizer, chosen, jobs, max_tokens, top_p, slots, kept)
     result = regenerate(prompts, output, answers, seed, greedy_share, temperature, limit, console)
     if not result.finished:
         raise typer.Exit(130)
@@ -86,38 +92,34 @@ class EngineAnswers:
 
     def __init__(
         self,
-        target: str,
-        drafter: str,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: DrafterChoice,
         jobs: list[Job],
         max_tokens: int,
         top_p: float,
         slots: int,
         kept: tuple[TrainConfig, Path] | None = None,
-        target_impl: str = "auto",
     ) -> None:
-        from blockdraft.cli.wiring import load
-        from blockdraft.drafters.names import parse_drafter
         from blockdraft.engine.api import LLM
         from blockdraft.text import encode_chat
 
-        chosen = parse_drafter(drafter)
-        loaded, tokenizer = load(target, chosen, target_impl)
         self.ids = {job.id: encode_chat(tokenizer, job.messages) for job in jobs}
         longest = max(self.ids, key=lambda name: len(self.ids[name]))
         room = max(len(self.ids[longest]) + max_tokens, 8)
-        if room > loaded.info.max_context:
+        if room > target.info.max_context:
             raise ValueError(
                 f"prompt '{longest}' has {len(self.ids[longest])} tokens; with {max_tokens} for its answer, that is "
-                f"more than the {loaded.info.max_context} of {loaded.info.name}: leave it out, or lower --max-tokens"
+                f"more than the {target.info.max_context} of {target.info.name}: leave it out, or lower --max-tokens"
             )
         self.max_tokens, self.top_p, self.slots = max_tokens, top_p, slots
         self.recording: Recording | None = None
         if kept is not None:
             from blockdraft.train.record import Recording
 
-            self.recording = Recording(kept[0], loaded, tokenizer, kept[1], slots, room)
-        answering = self.recording.target if self.recording is not None else loaded
-        self.llm: LLM = LLM(answering, chosen, tokenizer=tokenizer, slots=slots, capacity=room)
+            self.recording = Recording(kept[0], target, tokenizer, kept[1], slots, room)
+        answering = self.recording.target if self.recording is not None else target
+        self.llm: LLM = LLM(answering, drafter, tokenizer=tokenizer, slots=slots, capacity=room)
 
     def answer(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         """One answer for each job, in the order in which they are finished.  ValueError: a prompt is too long."""

@@ -45,7 +45,7 @@ def prepare(threads: int | None = None) -> None:
 
 
 def load(
-    target: str, drafter: DrafterChoice, implementation: str = "auto"
+    target: str, drafter: DrafterChoice, implementation: str = "auto", device: str = "cpu", dtype: str = "float32"
 ) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.engine.drafting import find_drafter
@@ -53,7 +53,7 @@ def load(
 
     if drafter != "auto":
         find_drafter(drafter, target)  # a missing one should not cost the time of loading a target
-    loaded = load_target(target, implementation=implementation)
+    loaded = load_target(target, implementation=implementation, device=device, dtype=dtype)
     if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
         raise ValueError(
             f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"
