@@ -56,7 +56,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             made |= flat(value, f"{prefix}{key}.")
         else:
-            made[prefix + key] = json.loads(json.dumps(value))
+            made[f"{prefix}{key}"] = json.loads(json.dumps(value))
     return made
 
 
