@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -33,22 +34,22 @@ ARMS: dict[str, Any] = {
 }
 
 
-def write(base: Path, arms: dict[str, Any] = ARMS, name: str = "abl.yaml", **changes: Any) -> Path:
+def write(folder: Path, arms: dict[str, Any] = ARMS, name: str = "abl.yaml", **changes: Any) -> Path:
     """An ablation of the tiny recipe, with its base in a file of its own and two questions."""
-    settings = recipe(base, eval_prompts=0, checkpoint_steps=2, drafter={"draft_vocab_size": None})
-    (base / "base.yaml").write_text(yaml.safe_dump(json.loads(settings.model_dump_json())))
-    (base / "asked.jsonl").write_text('{"prompt": "count 3"}\n{"turns": ["count 4", "and on"]}\n')
+    settings = recipe(folder, eval_prompts=0, checkpoint_steps=2, drafter={"draft_vocab_size": None})
+    (folder / "base.yaml").write_text(yaml.safe_dump(json.loads(settings.model_dump_json())))
+    (folder / "asked.jsonl").write_text('{"prompt": "count 3"}\n{"turns": ["count 4", "and on"]}\n')
     values: dict[str, Any] = {
         "base": "base.yaml",
         "arms": arms,
         "steps": 4,
-        "bench": [{"dataset": str(base / "asked.jsonl")}],
+        "bench": [{"dataset": str(folder / "asked.jsonl")}],
         "temperatures": [0, 1],
         "max_tokens": 12,
     }
     values = {key: value for key, value in {**values, **changes}.items() if value is not None}
-    (base / name).write_text(yaml.safe_dump(values, sort_keys=False))
-    return base / name
+    (folder / name).write_text(yaml.safe_dump(values, sort_keys=False))
+    return folder / name
 
 
 @pytest.fixture
@@ -109,6 +110,10 @@ def test_the_matrix_from_end_to_end(base: Path, capsys: pytest.CaptureFixture[st
     assert ablate(changed, "--list") == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("wide: changed")
     assert ablate(write(base, steps=5)) == 2 and "budget.steps was 4 and is 5 now" in capsys.readouterr().err
+    shutil.rmtree(base / "runs" / "ablations" / "abl" / "wide")
+    assert ablate(write(base, {**ARMS, "wide": {"drafter.num_layers": 3}}), "--only", "wide") == 0
+    assert result(base, "wide")["identity"]["drafter.num_layers"] == 3
+    assert list(result(base, "wide")["measured"]) == ["asked-t0", "asked-t1"]
 
 
 def test_the_shipped_matrix_is_sound(base: Path) -> None:
@@ -139,7 +144,7 @@ def test_a_bad_arm_is_refused_before_anything_runs(
     base: Path, capsys: pytest.CaptureFixture[str], arm: dict[str, Any], message: str
 ) -> None:
     assert ablate(write(base, {"good": {}, "bad": arm})) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Writing")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("Writing")]
     assert len(lines) == 1 and message in lines[0], lines
     assert not (base / "runs").exists() and not (base / "results").exists()
 
@@ -157,6 +162,7 @@ def test_a_bad_arm_is_refused_before_anything_runs(
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such file"),
         ({"arms": {"plain": {}}}, "arms.plain: a name"),
         ({"arms": {"a/b": {}}}, "arms.a/b: a name"),
+        ({"arms": {"a": {}, "b": {"seed": 0}}}, "arms.b: the same as arms.a"),
     ],
 )
 def test_a_bad_matrix_is_refused(
@@ -167,7 +173,9 @@ def test_a_bad_matrix_is_refused(
     assert ablate(write(base), "--only", "other") == 2 and "no such arm" in capsys.readouterr().err
 
 
-def test_killed_in_training_and_in_measuring(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_in_training_and_in_measuring(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Killed for good while one arm trains; then cut off between two parts; the weights end as uninterrupted ones."""
     path = write(base, {"same": {}, "wide": ARMS["wide"]}, steps=60)
     command = [sys.executable, "-m", "blockdraft", "ablate", str(path), "--no-plots", "--threads", "1"]
@@ -181,6 +189,10 @@ def test_killed_in_training_and_in_measuring(base: Path, monkeypatch: pytest.Mon
     process.wait()
     assert int(checkpoints(saved)[-1].name[5:]) < 60, "killed in the middle"
     kept = result(base, "same")
+    capsys.readouterr()
+    assert ablate(path, "--list") == 0
+    same, wide = capsys.readouterr().out.splitlines()
+    assert same == "same: done" and wide.startswith("wide: training, saved at step ")
 
     asked, real = [], matrix.Matrix._ask
 

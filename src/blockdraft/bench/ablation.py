@@ -41,7 +41,13 @@ class Part:
 
 def arm_recipes(config: AblationConfig) -> dict[str, TrainConfig | str]:
     """Every arm's recipe, or the name of its untrained drafter.  Raises ConfigError for the first bad one."""
-    return {name: _recipe(config, name) for name in config.arms}
+    recipes = {name: _recipe(config, name) for name in config.arms}
+    known: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        twin = known.setdefault(recipe if isinstance(recipe, str) else recipe.model_dump_json(), name)
+        if twin != name:
+            raise ConfigError(f"arms.{name}: the same as arms.{twin}")
+    return recipes
 
 
 def _recipe(config: AblationConfig, name: str) -> TrainConfig | str:

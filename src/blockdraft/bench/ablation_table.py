@@ -43,7 +43,10 @@ def own_numbers(result: Mapping[str, Any], part: str) -> dict[str, Any] | None:
     if measured is None:
         return None
     (own,) = [arm for arm in measured["arms"] if arm["name"] == result["name"]]
-    return {**own, "over_plain": measured["ratios"].get(f"{result['name']}/{PLAIN}")}
+    # The engine counts as far as a draft was ever accepted; an arm that drafts further has zeros there.
+    shares = list(own["acceptance_by_position"])
+    shares += [0.0] * (result.get("cost", {}).get("max_drafts", 0) - len(shares))
+    return {**own, "acceptance_by_position": shares, "over_plain": measured["ratios"].get(f"{result['name']}/{PLAIN}")}
 
 
 def drafting(results: Results) -> dict[str, dict[str, Any]]:

@@ -98,6 +98,7 @@ class Matrix:
         """
         from blockdraft.bench.ablation import load_result, missing_parts, same
         from blockdraft.train.progress import say
+        from blockdraft.train.resume import flat
 
         result, recipe = load_result(self.folders.result(arm)), self.recipes[arm]
         if not same(result.get("identity", {}), self.identities[arm]):
@@ -107,13 +108,11 @@ class Matrix:
             return
         _write(self.folders.run(arm) / "arm.json", self.identities[arm])
         about: dict[str, Any] = {"name": arm, "identity": self.identities[arm], "measured": {}, **result}
+        about["changes"] = flat(self.config.arms[arm])
         if isinstance(recipe, str):
             self._measure(arm, recipe, about)
             return
-        from blockdraft.train.resume import flat
-
         say(self.console, f"{arm}: training")
-        about["changes"] = flat(self.config.arms[arm])
         about["training"] = self._train(arm, recipe)
         self._measure(arm, str(self.folders.run(arm) / "last"), about)
 
