@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from training import QUIET, recipe, run
 
-from blockdraft.bench.ablation import arm_recipes
+from blockdraft.bench.ablation import arm_recipes, identity, same
 from blockdraft.bench.ablation_table import load_results, render
 from blockdraft.cli import main, matrix
 from blockdraft.config import AblationConfig, ConfigError, load_ablation
@@ -305,6 +305,16 @@ def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
     drawn = draw(results, ["q-t0"], tmp_path)
     assert {file.name for file in drawn} == {"tau.png", "acceptance.png", "cost.png"}
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in drawn)
+
+
+def test_a_setting_that_did_not_exist_had_its_default() -> None:
+    values = {"base": {"target": "x", "data": {"files": ["a"]}}, "arms": {"a": {}}, "bench": [{"dataset": "q.jsonl"}]}
+    config = AblationConfig.parse({**values, "steps": 3})
+    now = identity(config, arm_recipes(config)["a"], "digest")
+    older = {key: value for key, value in now.items() if key != "optim.ema"}
+    assert same(older, now) and not same(older, {**now, "optim.ema": 0.5})
+    assert not same(older, identity(AblationConfig.parse({**values, "minutes": 3}), config.base, "digest"))
+    assert not same(older, {**now, "data_digest": "other"}) and not same({}, now)
 
 
 def test_matplotlib_is_an_extra(

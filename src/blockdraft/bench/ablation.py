@@ -97,14 +97,23 @@ def identity(config: AblationConfig, recipe: TrainConfig | str, data_digest: str
 
 def check_identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
     """Raise ConfigError if an arm that was begun is another one now."""
-    changed = first_change(dict(old), json.loads(json.dumps(new)))
+    changed = _change(old, new)
     if changed is not None:
         raise ConfigError(f"arm '{name}' has changed: {changed}; to run it anew, remove {folder}")
 
 
 def same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether results are of this arm."""
-    return first_change(dict(old), json.loads(json.dumps(new))) is None
+    return _change(old, new) is None
+
+
+def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first difference, in words.  A setting that did not exist when an arm was begun had its default."""
+    new = json.loads(json.dumps(new))
+    if "data_digest" in old:
+        defaults = TrainConfig.parse({"target": "", "data": {"files": [""]}}).model_dump(mode="json")
+        old = {**{key: value for key, value in flat(defaults).items() if key in new}, **old}
+    return first_change(dict(old), dict(new))
 
 
 def current(config: AblationConfig, recipe: TrainConfig | str, result: Mapping[str, Any]) -> bool:

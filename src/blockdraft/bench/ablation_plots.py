@@ -44,23 +44,25 @@ def _tau(figure: Figure, arms: list[str], measured: dict[str, dict[str, Any]]) -
     height = 0.8 / len(measured)
     for index, (part, by) in enumerate(measured.items()):
         places = [arms.index(name) + (index + 0.5) * height - 0.4 for name in by]
-        axes.barh(places, [own["tau"] or 0.0 for own in by.values()], height=height, label=part)
+        gains = [(own["tau"] or 1.0) - 1.0 for own in by.values()]
+        axes.barh(places, gains, height=height, left=1.0, label=part)  # 1 is plain decoding
     axes.set(yticks=range(len(arms)), yticklabels=arms, xlabel="tau, tokens per verify pass")
-    axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.invert_yaxis()
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=2, fontsize="small")
     return figure
 
 
 def _acceptance(figure: Figure, measured: dict[str, dict[str, Any]]) -> Figure:
     many = figure.subplots(1, len(measured), sharey=True, squeeze=False)[0]
     for axes, (part, by) in zip(many, measured.items(), strict=True):
-        for name, own in by.items():
+        for index, (name, own) in enumerate(by.items()):
             shares = own["acceptance_by_position"]
-            axes.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=name)
+            style = ("o-", "s--", "^:")[index // 10 % 3]  # there are ten colours
+            axes.plot([str(k + 1) for k in range(len(shares))], shares, style, markersize=3, label=name)
         axes.set(xlabel="draft", title=part)
     many[0].set(ylabel="share of rounds accepted so far")
-    many[-1].legend(fontsize="small")
+    handles, labels = many[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     return figure
 
 
@@ -72,7 +74,7 @@ def _cost(figure: Figure, arms: Results, measured: dict[str, dict[str, Any]]) ->
         for name, cost in known.items():
             axes.annotate(name, (cost, by[name]["tau"]), xytext=(4, 2), textcoords="offset points", fontsize="small")
     axes.set(xlabel="one proposal, ms", ylabel="tau, tokens per verify pass")
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=2, fontsize="small")
     return figure
 
 
