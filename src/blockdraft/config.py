@@ -8,7 +8,7 @@ other module reads a setting with a fallback of its own.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -36,7 +36,8 @@ class Strict(BaseModel):
             if first["type"] == "extra_forbidden":
                 section: Any = cls
                 for part in first["loc"][:-1]:
-                    section = section.model_fields[part].annotation
+                    one = isinstance(part, int)  # an entry of a list
+                    section = get_args(section)[0] if one else section.model_fields[part].annotation
                 reason = f"unknown key '{key}' (known: {', '.join(sorted(section.model_fields))})"
             else:
                 message = first["msg"].removeprefix("Value error, ")
@@ -364,11 +365,60 @@ class TrainConfig(Strict):
         return values if preset != "dflare" or own else {**values, "loss": {**DFLARE_LOSS, **loss}}
 
 
+class BenchSet(Strict):
+    """Prompts that an ablation is measured on."""
+
+    dataset: str = Field(description="a data set by name, or a JSONL file")
+    data_dir: str | None = Field(None, description="folder with the data set's JSONL; None: download it")
+    limit: int | None = Field(None, ge=1, description="only the first so many prompts")
+
+
+class AblationConfig(Strict):
+    """Arms that differ in a few settings, trained on the same data within the same budget, measured alike.
+
+    An arm changes settings of `base`, nested or as `section.key`; or, if its `drafter` is a text, it is a drafter
+    of that name that needs no training.  The budget is `steps`, or `minutes` of training for each arm.
+    """
+
+    base: TrainConfig
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    steps: int | None = Field(None, ge=1)
+    minutes: float | None = Field(None, gt=0.0)
+    timing_steps: int = Field(20, ge=1, description="steps by which `minutes` become steps")
+    bench: tuple[BenchSet, ...] = Field(min_length=1)
+    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
+    max_tokens: int = Field(256, ge=1)
+    seed: int = Field(0, description="prompt i is sampled with seed + i")
+    repeats: int = Field(1, ge=1, description="runs per prompt; the median counts")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AblationConfig:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("the budget is one of steps and minutes")
+        stems = [Path(one.dataset).stem for one in self.bench]
+        if len(set(stems)) != len(stems) or len(set(self.temperatures)) != len(self.temperatures):
+            raise ValueError("bench and temperatures: each data set and each temperature once")
+        return self
+
+
+def load_ablation(path: str | Path, overrides: tuple[str, ...] = ()) -> AblationConfig:
+    """`load_config`, where `base` may also be the path of a recipe, seen from the ablation's own folder."""
+    values = read_settings(path)
+    if isinstance(values.get("base"), str):
+        values["base"] = read_settings(Path(path).parent / values["base"])
+    return AblationConfig.parse(override_settings(values, overrides), str(path))
+
+
 def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...] = ()) -> ConfigT:
     """Read YAML or JSON, apply `section.key=value` overrides (values are YAML), check everything.
 
     Raises `ConfigError` for a missing or unreadable file, a malformed override, or a bad setting.
     """
+    return cls.parse(override_settings(read_settings(path), overrides), str(path))
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """What a YAML or JSON file holds.  Raises `ConfigError` if it is missing or holds no settings."""
     path = Path(path)
     try:
         values = yaml.safe_load(path.read_text())
@@ -378,6 +428,11 @@ def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...]
         raise ConfigError(f"{path}: not readable as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings, found {type(values).__name__}")
+    return values
+
+
+def override_settings(values: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The same settings with `section.key=value` written into them.  Raises `ConfigError` for a malformed one."""
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -392,4 +447,4 @@ def load_config(cls: type[ConfigT], path: str | Path, overrides: tuple[str, ...]
             node[parts[-1]] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override '{override}': not readable as YAML: {str(error).splitlines()[0]}") from None
-    return cls.parse(values, str(path))
+    return values

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from blockdraft.cli import bench, generate, info, regenerate, train
+from blockdraft.cli import ablate, bench, generate, info, regenerate, train
 
 __all__ = ["app", "main"]
 
@@ -30,6 +30,7 @@ app.command("generate")(generate.command)
 app.command("train")(train.command)
 app.command("regenerate")(regenerate.command)
 app.command("bench")(bench.command)
+app.command("ablate")(ablate.command)
 app.command("info")(info.command)
 
 

@@ -7,6 +7,7 @@ A run lives in a folder: config.json, log.jsonl, checkpoints/, best/ and last/ (
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,25 @@ def train(
     return run.finish()
 
 
+def time_steps(
+    config: TrainConfig, target: Target, dataset: Dataset, features: Features, draft: Draft, skip: int, count: int
+) -> float:
+    """Seconds that a step of this run takes: the mean of `count` steps after `skip`; nothing is kept of them.
+
+    They are the run's own first steps, on a copy of the drafter.  Raises TrainingError as `train` does.
+    """
+    never = {"steps": skip + count + 1, "log_steps": skip + count + 1, "checkpoint_steps": skip + count + 1}
+    config = config.model_copy(update={**never, "checkpoint_minutes": math.inf})
+    quiet = Console(quiet=True)
+    run = _Run(config, target, dataset, features, copy.deepcopy(draft), Path(), "", None, quiet)
+    before = 0.0
+    with Meterbar(quiet, "timing", skip + count, "blocks") as bar:
+        for number in range(skip + count):
+            before = run.progress.seconds if number == skip else before
+            run.step(bar)
+    return (run.progress.seconds - before) / count
+
+
 class _Run:
     """One run: what it reads, and the state that steps change."""
 
@@ -110,6 +130,7 @@ class _Run:
         draft_ids = None if draft.draft_ids is None else draft.draft_ids.to(self.device)
         self.index = draft_index(draft_ids, target.info.vocab_size, self.device)
         self.progress, self.meter = Progress(), Meter()
+        self._saved_at, self._saved_step = time.perf_counter(), 0
 
     def start(self, resume: bool) -> None:
         """A fresh folder, or the newest checkpoint of this one."""
@@ -202,7 +223,7 @@ class _Run:
             "data_digest": self.dataset.digest,
             **self.draft.notes,
             "torch": torch.__version__,
-            "config": _without_folders(self.config.model_dump(mode="json")),
+            "config": without_folders(self.config.model_dump(mode="json")),
         }
         save_drafter(self.folder / name, self.weights.snapshot(), self.draft.draft_ids, provenance)
 
@@ -238,7 +259,7 @@ class _Run:
         )
 
 
-def _without_folders(config: dict[str, Any]) -> dict[str, Any]:
+def without_folders(config: dict[str, Any]) -> dict[str, Any]:
     """A recipe's paths without the folders above them, which mean something on one machine only."""
     config["data"]["files"] = [Path(file).name for file in config["data"]["files"]]
     for section, key in (("features", "folder"), ("drafter", "warm_start")):

@@ -105,7 +105,7 @@ class Recording:
         taps, top_k = recipe_taps(config.drafter, target.info.num_layers), config.features.teacher_top_k
         self.data, self.tokenizer = config.data, tokenizer
         self.writer = ShardWriter(target, taps, folder, top_k)
-        self.target = Recorder(target, taps, top_k, slots, capacity)
+        self.target = Recorder(target, self.writer.tap_ids, top_k, slots, capacity)
 
     def keep(self, row: dict[str, Any]) -> None:
         """Keep the features of an answer just finished, given as the line that is written of it."""

@@ -34,25 +34,34 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], console: Console)
 
     A setting that did not exist when the run was saved had its default.
     """
-    old = _flat(TrainConfig.parse(saved["config"], "the saved run").model_dump(mode="json"))
-    new = _flat(now["config"])
-    for key in sorted(old.keys() | new.keys()):
-        if key not in FREE_KEYS and old.get(key) != new.get(key):
-            raise ConfigError(f"cannot resume: {key} was {old.get(key)} and is {new.get(key)} now")
+    old = flat(TrainConfig.parse(saved["config"], "the saved run").model_dump(mode="json"))
+    new = flat(now["config"])
+    changed = first_change(old, new)
+    if changed is not None:
+        raise ConfigError(f"cannot resume: {changed}")
     if saved["data_digest"] != now["data_digest"]:
         raise ConfigError("cannot resume: the training data has changed; start a new run with drafter.warm_start")
     if old["steps"] != new["steps"]:
         say(console, f"steps was {old['steps']} and is {new['steps']} now: the learning rate follows the new cosine")
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def first_change(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """The first of some flat settings that is another now and matters, said in words; None: there is none."""
+    for key in sorted(old.keys() | new.keys()):
+        if key not in FREE_KEYS and old.get(key) != new.get(key):
+            return f"{key} was {old.get(key)} and is {new.get(key)} now"
+    return None
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as `section.key`, with values as JSON has them."""
+    made: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            made |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = json.loads(json.dumps(value))
-    return flat
+            made[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return made
 
 
 class Interrupt:

@@ -35,10 +35,15 @@ class FeatureError(ValueError):
 
 
 class ShardFeatures:
-    """Reads a folder made by `build_shards`, mapped into memory.  FeatureError: a sample is not in it."""
+    """Reads a folder made by `build_shards`, mapped into memory.  FeatureError: a sample is not in it.
 
-    def __init__(self, folder: Path, samples: Sequence[Sample], device: torch.device) -> None:
-        self.device = device
+    `columns` are the places of the wanted taps among the folder's; None: all of them.
+    """
+
+    def __init__(
+        self, folder: Path, samples: Sequence[Sample], device: torch.device, columns: list[int] | None = None
+    ) -> None:
+        self.device, self._columns = device, columns
         self._index = _read_index(folder)
         missing = sum(sample.key not in self._index for sample in samples)
         if missing:
@@ -54,6 +59,7 @@ class ShardFeatures:
             self._files[path] = safe_open(path, framework="pt")
         file = self._files[path]
         taps = file.get_slice("taps")[row : row + len(sample) - 1]
+        taps = taps if self._columns is None else taps[:, self._columns]
         if "teacher_ids" not in file.keys():  # noqa: SIM118 (not a dict)
             return SampleFeatures(taps, None)
         rows = slice(teacher_row, teacher_row + int(sample.loss_mask.sum()))
@@ -72,7 +78,8 @@ def build_shards(
 ) -> ShardFeatures:
     """Make the features that the folder does not have yet, and open it.
 
-    Raises FeatureError if what is there is of another target, other taps or another teacher.
+    A folder that was made with more taps than these is read in part, and what it lacks is made with all of its taps.
+    Raises FeatureError if what is there is of another target, lacks a tap or has another teacher.
     """
     writer = ShardWriter(target, tap_ids, folder, top_k, shard_tokens)
     missing = sorted((sample for sample in samples if sample.key not in writer), key=lambda sample: -len(sample))
@@ -83,21 +90,22 @@ def build_shards(
                 writer.add(sample, features)
             bar.advance(sum(len(sample) for sample in batch))
         writer.flush()
-    return ShardFeatures(folder, samples, target.info.device)
+    columns = None if writer.tap_ids == tuple(tap_ids) else [writer.tap_ids.index(tap) for tap in tap_ids]
+    return ShardFeatures(folder, samples, target.info.device, columns)
 
 
 class ShardWriter:
     """Adds samples to a folder of shards; each file is moved into place when it is full, or at `flush`.
 
-    FeatureError: what is there is of another target, other taps or another teacher.
+    `tap_ids` are the folder's taps, all that were asked for among them.
+    FeatureError: what is there is of another target, lacks a tap or has another teacher.
     """
 
     def __init__(
         self, target: Target, tap_ids: Sequence[int], folder: Path, top_k: int, shard_tokens: int = SHARD_TOKENS
     ) -> None:
-        target.set_taps(tap_ids)
         folder.mkdir(parents=True, exist_ok=True)
-        _check_manifest(target, tap_ids, top_k, folder)
+        self.tap_ids = _check_manifest(target, tap_ids, top_k, folder)
         for left_over in folder.glob("*.tmp"):
             left_over.unlink()
         self.folder, self.shard_tokens = folder, shard_tokens
@@ -171,28 +179,32 @@ def _read_index(folder: Path) -> dict[str, tuple[Path, int, int]]:
     return index
 
 
-def _check_manifest(target: Target, tap_ids: Sequence[int], top_k: int, folder: Path) -> None:
-    """Write what the shards are of, or compare it with what is there."""
+def _check_manifest(target: Target, tap_ids: Sequence[int], top_k: int, folder: Path) -> tuple[int, ...]:
+    """Write what the shards are of, or compare it with what is there; sets and returns the folder's taps."""
+    path = folder / "manifest.json"
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    there = tuple(stored.get("tap_ids", ()))
+    taps = there if set(tap_ids) <= set(there) else tuple(tap_ids)
+    target.set_taps(taps)
     info = target.info
     found = {
         "num_layers": info.num_layers,
         "hidden_size": info.hidden_size,
         "vocab_size": info.vocab_size,
-        "tap_ids": list(tap_ids),
+        "tap_ids": list(taps),
         "teacher_top_k": top_k,
         "probe": _probe(target),
     }
-    path = folder / "manifest.json"
-    if not path.exists():
+    if not stored:
         path.with_suffix(".tmp").write_text(json.dumps({"target": info.name, **found}, indent=2) + "\n")
         os.replace(path.with_suffix(".tmp"), path)
-        return
-    stored = json.loads(path.read_text())
+        return taps
     for key, value in found.items():
         if key != "probe" and stored.get(key) != value:
             raise FeatureError(f"{folder}: shards have {key}={stored.get(key)}, this run {value}; use another folder")
     if not torch.allclose(torch.tensor(stored["probe"]), torch.tensor(found["probe"]), rtol=PROBE_TOLERANCE):
         raise FeatureError(f"{folder}: shards are of '{stored['target']}' with other weights than this run's target")
+    return taps
 
 
 @torch.no_grad()

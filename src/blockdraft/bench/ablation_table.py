@@ -1,0 +1,147 @@
+"""The table of an ablation, made from its files of results and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockdraft.bench.ablation import PLAIN, current, load_result
+from blockdraft.config import AblationConfig, TrainConfig
+
+MEANINGS = (
+    "tau: tokens per verify pass, the target's own included. draft k: share of the rounds in which drafts 1 to k were "
+    "all accepted. Tokens per second: median over prompts, prefill included; over plain: median of the ratios prompt "
+    "by prompt. Plain decoding was measured once, before the arms, not turn about with them."
+)
+Results = Mapping[str, dict[str, Any]]
+
+
+def load_results(
+    folder: Path, config: AblationConfig, recipes: Mapping[str, TrainConfig | str]
+) -> dict[str, dict[str, Any]]:
+    """What is there of the ablation as it is asked for now: plain decoding's file, then the arms' in their order.
+
+    Results of other settings are left out, and so is a part that was not measured as plain decoding's was.
+    """
+    plain = load_result(folder / f"{PLAIN}.json")
+    if not plain:
+        return {}
+    setups = {key: part["setup"] for key, part in plain["measured"].items()}
+    found = {PLAIN: plain}
+    for name, recipe in recipes.items():
+        result = load_result(folder / f"{name}.json")
+        if result and current(config, recipe, result):
+            fitting = {key: part for key, part in result["measured"].items() if part["setup"] == setups.get(key)}
+            found[name] = {**result, "measured": fitting}
+    return found
+
+
+def own_numbers(result: Mapping[str, Any], part: str) -> dict[str, Any] | None:
+    """What one file says of its arm in a part: `summarise`'s values, and the ratio over plain decoding."""
+    measured = result["measured"].get(part)
+    if measured is None:
+        return None
+    (own,) = [arm for arm in measured["arms"] if arm["name"] == result["name"]]
+    # The engine counts as far as a draft was ever accepted; an arm that drafts further has zeros there.
+    shares = list(own["acceptance_by_position"])
+    shares += [0.0] * (result.get("cost", {}).get("max_drafts", 0) - len(shares))
+    return {**own, "acceptance_by_position": shares, "over_plain": measured["ratios"].get(f"{result['name']}/{PLAIN}")}
+
+
+def drafting(results: Results) -> dict[str, dict[str, Any]]:
+    """Every arm but plain decoding."""
+    return {name: result for name, result in results.items() if name != PLAIN}
+
+
+def render(results: Results, arms: Sequence[str], parts: Sequence[str]) -> str:
+    """Markdown: all arms in one table, one more for each part, and what the numbers are."""
+    heads = ["arm", "changes", "parameters", "steps", "minutes", "propose, ms"]
+    heads += [f"{part}: {what}" for part in parts for what in ("tau", "over plain")] + ["identical"]
+    lines = _table(heads, [_overview(name, result, parts) for name, result in results.items()])
+    for part in parts:
+        lines += ["", *_part(results, part)]
+    missing = [name for name in arms if name not in results]
+    if missing:
+        lines += ["", f"Not measured yet: {', '.join(missing)}."]
+    return "\n".join([*lines, "", *_notes(results)]) + "\n"
+
+
+def _overview(name: str, result: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
+    training, cost = result.get("training"), result.get("cost", {})
+    changes = ", ".join(f"{key} {value}" for key, value in result.get("changes", {}).items())
+    parameters, propose = cost.get("parameters"), cost.get("propose_ms")
+    cells = [
+        name,
+        changes,
+        f"{parameters / 1e6:.2f} M" if parameters is not None else "",
+        str(training["steps"]) if training else "",
+        f"{training['seconds'] / 60:.1f}" if training else "",
+        f"{propose:.2f}" if propose is not None else "",
+    ]
+    same = compared = 0
+    for part in parts:
+        own = own_numbers(result, part)
+        cells += [_number(own["tau"]) if own else "", _times(own)]
+        same += own["identical_answers"] if own else 0
+        compared += own["compared_answers"] if own else 0
+    return [*cells, _identical(same, compared)]
+
+
+def _part(results: Results, part: str) -> list[str]:
+    """One prompt set at one temperature: rates, and acceptance by position."""
+    measured = {name: own for name, result in results.items() if (own := own_numbers(result, part)) is not None}
+    if not measured:
+        return [f"{part}: not measured yet."]
+    width = max(len(own["acceptance_by_position"]) for own in measured.values())
+    heads = ["arm", "tokens/s", "over plain", "tau", "identical", *(f"draft {k + 1}" for k in range(width))]
+    rows = []
+    for name, own in measured.items():
+        shares = [f"{share:.3f}" for share in own["acceptance_by_position"]]
+        cells = [name, f"{own['tokens_per_second']['median']:.1f}", _times(own), _number(own["tau"])]
+        cells += [_identical(own["identical_answers"], own["compared_answers"]), *shares]
+        rows.append(cells + [""] * (width - len(shares)))
+    setup = next(result["measured"][part]["setup"] for result in results.values() if part in result["measured"])
+    title = f"### {setup['dataset']}, temperature {setup['params']['temperature']:g}: {setup['prompts']} prompts"
+    return [f"{title}, up to {setup['params']['max_tokens']} tokens", "", *_table(heads, rows)]
+
+
+def _notes(results: Results) -> list[str]:
+    lines = [MEANINGS]
+    budgets = {budget for result in results.values() if (budget := _budget(result))}
+    lines += [f"Budget of every arm: {', '.join(sorted(budgets))}."] if budgets else []
+    if len({result["identity"].get("data_digest") for result in results.values() if "training" in result}) > 1:
+        lines.append("The arms were NOT all trained on the same data.")
+    spoken = {_machine(result) for result in results.values() if result.get("machine")}
+    if len(spoken) > 1:
+        lines.append("The arms were not all measured on the same machine, so their rates do not compare:")
+    return [*lines, *sorted(spoken)]
+
+
+def _budget(result: Mapping[str, Any]) -> str:
+    made = result["identity"]
+    if "budget.minutes" in made:
+        return f"the steps that {made['budget.minutes']:g} minutes hold, by its first {made['budget.timing_steps']}"
+    return f"{made['budget.steps']} steps" if "budget.steps" in made else ""
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    where = result["machine"]
+    on = ", ".join([where["cpu"], *where["gpus"]])
+    return f"{on}, {where['threads']} threads, torch {where['versions']['torch']}."
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.3f}" if value is not None else ""
+
+
+def _times(own: Mapping[str, Any] | None) -> str:
+    return f"{own['over_plain']['median']:.2f}x" if own and own["over_plain"] else ""
+
+
+def _identical(same: int, compared: int) -> str:
+    return f"{'yes' if same == compared else 'NO'}, {same} of {compared}" if compared else ""
