@@ -126,7 +126,7 @@ def test_the_shipped_drafter_is_found_beside_the_package(monkeypatch: pytest.Mon
     (folder / "config.json").write_text("{}")
     monkeypatch.setattr(drafting, "files", lambda package: tmp_path)
     loaded = UnrelatedDrafter(3, 258)
-    monkeypatch.setattr(drafting, "load_drafter", lambda path, target: loaded if path == folder else None)
+    monkeypatch.setattr(drafting, "load_drafter", lambda path, target, size: loaded if path == folder else None)
     assert make_llm("auto").drafter is loaded
 
 
