@@ -116,7 +116,7 @@ def make_case(seed: int) -> Case:
     width, capacity = rng.choice((None, None, 0, 1, 3)), rng.choice((80, 100, 200))
     return Case(
         kind,
-        drafter=DRAFTERS[seed // 4 % len(DRAFTERS)],
+        drafter=DRAFTERS[seed % len(DRAFTERS)],
         max_drafts=rng.randint(2, 16) - 1,
         config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width),
         seed=seed,
