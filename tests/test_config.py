@@ -121,7 +121,7 @@ def test_recipes_that_make_no_sense(section: str, values: dict[str, Any], messag
 
 
 def test_recipes_can_be_read() -> None:
-    paths = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    paths = sorted((Path(__file__).parent.parent / "recipes").glob("*dfla*.yaml"))
     assert len(paths) >= 4
     for path in paths:
-        assert load_config(TrainConfig, path).drafter.preset == path.stem.rpartition("-")[2]
+        assert load_config(TrainConfig, path).drafter.preset in path.stem
