@@ -17,6 +17,7 @@ from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, Sampling
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.block import BlockDrafter, BlockModel
 from blockdraft.drafters.independent import IndependentDrafter
+from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Request
@@ -38,7 +39,7 @@ AXES: dict[str, dict[str, Any]] = {  # real block drafters, with random weights
     "autoregressive": {"order": "autoregressive", "anchor_drafts": True},
     "input": {"injection": "input"},
 }
-DRAFTERS = ("unrelated", "wrong", "right", "mixed", *AXES, "ngram", "model")
+DRAFTERS = ("unrelated", "wrong", "right", "mixed", *AXES, "ngram", "model", "lookup")
 LAYERS = 2  # of a target
 LENGTH = 28  # tokens of a reference
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -152,6 +153,9 @@ def make_drafter(case: Case) -> Drafter:
         return block_drafter(case.kind, case.max_drafts + 1, case.drafter)
     if case.drafter == "ngram":
         return NgramDrafter(NgramConfig(max_drafts=case.max_drafts))
+    if case.drafter == "lookup":
+        other = block_drafter(case.kind, case.max_drafts + 1, "dflash")
+        return LookupDrafter(other, NgramConfig(longest=2, shortest=1))
     if case.drafter == "model":
         return IndependentDrafter(neighbour(case.kind), target(case.kind).info, case.max_drafts)
     if case.drafter == "unrelated":

@@ -13,6 +13,7 @@ from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
 import blockdraft
 from blockdraft import LLM, SamplingParams
 from blockdraft.config import NgramConfig
+from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine import drafting
 
@@ -145,6 +146,8 @@ def test_drafters_by_name_and_by_settings(monkeypatch: pytest.MonkeyPatch) -> No
     assert llm.drafter is not None and llm.drafter.max_drafts == 3
     output = llm.generate("one", GREEDY)[0]
     assert output.token_ids == plain.token_ids and output.stats.accepted == output.stats.drafted > 10
+    both = make_llm("ngram+model:a/b:3", slots=2).drafter
+    assert isinstance(both, LookupDrafter) and both.max_drafts == 3 and both.lookup.config.longest == 10
     with pytest.raises(ValueError, match="drafter 'nowhere': no such folder"):
         make_llm("nowhere")
 

@@ -22,6 +22,7 @@ PROMPTS = [Prompt("a", ("one two",)), Prompt("b", ("three", "four")), Prompt("c"
 SETUP = {
     "dataset": "tiny",
     "target": "hash",
+    "drafter": {"name": "none of note"},
     "dtype": "float32",
     "slots": 1,
     "params": PARAMS.model_dump(mode="json"),
@@ -273,7 +274,7 @@ def test_tables_and_readme(tmp_path: Path) -> None:
     report.update_readme(readme, [results])
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| tiny | 0 | 1 | 1 |" in text
+    assert "| tiny | 0 | none of note | 1 | 1 |" in text
     report.update_readme(readme, [results])
     assert readme.read_text() == text, "rendering twice changes nothing"
     readme.write_text("no markers")

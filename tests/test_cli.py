@@ -86,6 +86,9 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["generate", "x", "--drafter", "ngram:"], "drafter 'ngram:': max_drafts"),
         (["bench", "--dataset", path + "/prompts.jsonl", "--drafter", "ngram:0"], "drafter 'ngram:0': max_drafts"),
         (["generate", "x", "--drafter", "model:"], "drafter 'model:': model"),
+        (["generate", "x", "--drafter", "ngram+ngram"], "needs another drafter behind it"),
+        (["generate", "x", "--drafter", "ngram+none"], "needs another drafter behind it"),
+        (["generate", "x", "--drafter", f"ngram+{path}/nowhere"], "/nowhere': no such folder"),
         (["generate", "x", "--drafter", "model:y:0"], "drafter 'model:y:0': max_drafts"),
         (["generate", "x", "--drafter", f"model:{path}/nowhere:3"], "/nowhere' not found"),
         (["generate", "x", "--compare", "--drafter", "none"], "needs a drafter"),
@@ -319,22 +322,27 @@ def test_bench_writes_json_and_tables(
     assert len(report["rows"]) == 3
 
 
-@pytest.mark.parametrize("kind", ["ngram:4", "model"])
+@pytest.mark.parametrize("kind", ["ngram:4", "model", "ngram+model"])
 def test_bench_says_which_drafter_it_was(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, kind: str
 ) -> None:
     prompts, output = tmp_path / "few.jsonl", tmp_path / "few.json"
     prompts.write_text('{"prompt": "Hello"}\n')
-    name = kind if kind != "model" else f"model:{target}:4"
+    name = kind.replace("model", f"model:{target}:4")
     words = ["bench", "--dataset", str(prompts), "--target", target, "--drafter", name, "--max-tokens", "8"]
     words += ["--arms", "plain,drafted", "--output", str(output)]
     monkeypatch.setattr("sys.argv", ["blockdraft", *words])
     assert run(capsys, *words)[0] == 0
     setup = json.loads(output.read_text())["setup"]
     folder = Path(target).name
-    said, settings = ("ngram", {"longest": 3, "shortest": 1}) if kind != "model" else (f"model:{folder}", {})
-    assert setup["drafter"] == {"name": said, "block_size": 5, "max_drafts": 4, **settings}
-    spelt = kind if kind != "model" else f"model:{folder}:4"
+    said = kind.replace("ngram:4", "ngram").replace("model", f"model:{folder}")
+    settings: dict[str, dict[str, object]] = {
+        "ngram:4": {"longest": 3, "shortest": 1},
+        "model": {},
+        "ngram+model": {"lookup": {"longest": 10, "shortest": 3}},
+    }
+    assert setup["drafter"] == {"name": said, "block_size": 5, "max_drafts": 4, **settings[kind]}
+    spelt = kind.replace("model", f"model:{folder}:4")
     assert f"--drafter {spelt} " in setup["command"], "the command without the folders of this machine"
 
 

@@ -36,8 +36,8 @@ def test_every_answer_is_the_targets_own(part: int) -> None:
             accepted[case.drafter] += request.stats.accepted
             if case.drafter == "right" and request.finish_reason == "length" and case.config.verify_width is None:
                 assert request.stats.accepted == request.stats.drafted
-    assert accepted["right"] > 50 and accepted["mixed"] > 20, "drafts must be accepted, or nothing was tried"
-    assert accepted["ngram"] > 2 and accepted["model"] > 20, "drafts must be accepted, or nothing was tried"
+    enough = accepted["right"] > 25 and accepted["mixed"] > 10 and accepted["model"] > 8
+    assert enough and accepted["ngram"] + accepted["lookup"] > 2, "drafts must be accepted, or nothing was tried"
     assert accepted["wrong"] == 0, "a wrong draft was accepted"
 
 

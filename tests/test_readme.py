@@ -146,8 +146,8 @@ def python_example(replace: Callable[[str], str] = str) -> str:
 
 
 def test_the_python_example_runs_on_tiny_models(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = python_example(lambda text: text.replace('"smollm2-135m"', '"target"').replace('"auto"', '"drafter"'))
-    assert '"target"' in code and '"drafter"' in code
+    code = python_example(lambda text: text.replace('"smollm2-135m"', '"target"').replace('+auto"', '+drafter"'))
+    assert '"target"' in code and '+drafter"' in code
     exec(compile(code, "README.md", "exec"), {})
     assert "passes, tau" in capsys.readouterr().out
 

@@ -101,8 +101,8 @@ def render(report: dict[str, Any]) -> list[Table]:
 def markdown(reports: Sequence[dict[str, Any]]) -> str:
     """The README's table: one line for each report that compares drafted with plain decoding."""
     lines = [
-        "| prompts | temperature | answers | identical | tau | plain | drafted | Hugging Face | over plain | over HF |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| prompts | temperature | drafter | answers | identical | tau | plain | drafted | HF | over plain | over HF |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for report in reports:
         arms = {arm["name"]: arm for arm in report["arms"]}
@@ -112,6 +112,7 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
         cells = [
             setup["dataset"],
             f"{setup['params']['temperature']:g}",
+            setup["drafter"]["name"],
             str(drafted["compared_answers"]),
             str(drafted["identical_answers"]),
             f"{drafted['tau'] or 0:.2f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
-from blockdraft.cli.wiring import DEFAULT_TARGET, shipped_folder
+from blockdraft.cli.wiring import DEFAULT_DRAFTER, DEFAULT_TARGET, shipped_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ def command(
     target_impl: ImplOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
-    drafter: DrafterOption = "auto",
+    drafter: DrafterOption = DEFAULT_DRAFTER,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
@@ -119,14 +120,19 @@ def room_for(prompts: Sequence[Prompt], chat: Chat, max_tokens: int) -> int:
 def without_folder(word: str) -> str:
     """A path without the folders above it, which only mean something on one machine; other words as they are."""
     option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-    model = "model:" if value.startswith("model:") else ""
-    return option + equals + (model + Path(value).name if "/" in value else value)
+    kind = re.match(r"(ngram\+)?(model:)?", value)
+    return option + equals + ((kind[0] if kind else "") + Path(value).name if "/" in value else value)
 
 
 def describe_drafter(chosen: DrafterChoice, llm: LLM) -> dict[str, Any] | None:
     """What the report says of the drafter: enough to know it again."""
+    from blockdraft.drafters.names import LookupChoice
+
     if chosen is None or llm.drafter is None:
         return None
+    if isinstance(chosen, LookupChoice):
+        other = describe_drafter(chosen.other, llm) or {}
+        return {**other, "lookup": chosen.ngram.model_dump(include={"longest", "shortest"})}
     facts = {
         "name": llm.drafter.name,
         "block_size": llm.drafter.block_size,

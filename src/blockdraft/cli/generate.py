@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
-from blockdraft.cli.wiring import ASSETS, DEFAULT_TARGET
+from blockdraft.cli.wiring import ASSETS, DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from blockdraft.bench.measure import Chat, Row
@@ -33,7 +33,7 @@ def command(
     target_impl: ImplOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
-    drafter: DrafterOption = "auto",
+    drafter: DrafterOption = DEFAULT_DRAFTER,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the most likely token each time.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,

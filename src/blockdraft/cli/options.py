@@ -13,6 +13,7 @@ ImplOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", help="Where models run: cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 DrafterOption = Annotated[
-    str, typer.Option("--drafter", help="auto, none, ngram, ngram:K, model:NAME, model:NAME:K, or a folder.")
+    str,
+    typer.Option("--drafter", help="auto, none, ngram[:K], model:NAME[:K], a folder; or ngram+auto and the like."),
 ]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from blockdraft.targets.pretrained import PretrainedTarget
 
 DEFAULT_TARGET = "smollm2-135m"
+DEFAULT_DRAFTER = "ngram+auto"
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
@@ -48,9 +49,12 @@ def load(
     target: str, drafter: DrafterChoice, implementation: str = "auto", device: str = "cpu", dtype: str = "float32"
 ) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
+    from blockdraft.drafters.names import LookupChoice
     from blockdraft.engine.drafting import find_drafter
     from blockdraft.targets.resolve import load_target, load_tokenizer
 
+    if isinstance(drafter, LookupChoice):
+        return load(target, drafter.other, implementation, device, dtype)
     if drafter != "auto":
         find_drafter(drafter, target)  # a missing one should not cost the time of loading a target
     loaded = load_target(target, implementation=implementation, device=device, dtype=dtype)

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from blockdraft.config import DraftModelConfig, NgramConfig
 
-# "auto" is the drafter that is shipped for the target, a path a drafter's folder, None plain decoding.
-DrafterChoice = Literal["auto"] | Path | NgramConfig | DraftModelConfig | None
+# Beside another drafter only a match of some length is worth more than what that one drafts.
+LOOKUP = NgramConfig(longest=10, shortest=3)
+SPELLINGS = (
+    "auto, none, ngram, ngram:K, model:NAME, model:NAME:K, a drafter's folder, "
+    "or ngram+ and one of these (K: tokens drafted per round)"
+)
 
-SPELLINGS = "auto, none, ngram, ngram:K, model:NAME, model:NAME:K or a drafter's folder (K: tokens drafted per round)"
+
+@dataclass(frozen=True)
+class LookupChoice:
+    """The text's own long matches first, and where there is none, another drafter."""
+
+    ngram: NgramConfig
+    other: Literal["auto"] | Path | DraftModelConfig
+
+
+# "auto" is the drafter that is shipped for the target, a path a drafter's folder, None plain decoding.
+DrafterChoice = Literal["auto"] | Path | NgramConfig | DraftModelConfig | LookupChoice | None
 
 
 def parse_drafter(text: str) -> DrafterChoice:
-    """auto, none, ngram[:K], model:NAME[:K] or a folder; a folder called like one of them is meant by ./ngram.
+    """auto, none, ngram[:K], model:NAME[:K], a folder, or ngram+ another; a folder called so is meant by ./ngram.
 
     NAME is whatever names a target.  Raises ValueError, in one line, for anything else.
     """
@@ -22,6 +37,11 @@ def parse_drafter(text: str) -> DrafterChoice:
         return None
     if text == "auto":
         return "auto"
+    if text.startswith("ngram+"):
+        other = parse_drafter(text.removeprefix("ngram+"))
+        if other is None or isinstance(other, (NgramConfig, LookupChoice)):
+            raise ValueError(f"drafter '{text}': ngram+ needs another drafter behind it: auto, a folder or model:NAME")
+        return LookupChoice(LOOKUP, other)
     kind, colon, rest = text.partition(":")
     if kind == "ngram":
         return NgramConfig.parse({"max_drafts": rest} if colon else {}, f"drafter '{text}'")

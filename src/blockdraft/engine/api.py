@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.config import EngineConfig, SamplingParams
+from blockdraft.drafters.names import LookupChoice
 from blockdraft.engine.drafting import Wanted, find_drafter, make_drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import FinishReason, Piece, Request, RequestStats
@@ -40,8 +41,9 @@ class LLM:
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
     `implementation` says what computes a target's layers: ours ("dense"), transformers' ("hf"), or ours where they
     are known ("auto").
-    `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed
-    before), "model:NAME" (a smaller model), the settings of one of these two, or a drafter that is ready.
+    `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed the
+    same words before), "model:NAME" (a smaller model), the settings of one of these, or a drafter that is ready;
+    "ngram+" in front of a name looks the text up first and asks that drafter where there is nothing.
     `block_size` has the drafter draft smaller blocks than it was trained with.
     The answers are the same with every drafter, `slots` (requests at once), `verify_width` and `block_size`: exactly
     in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
@@ -52,7 +54,7 @@ class LLM:
     def __init__(
         self,
         target: str | Path | Target = "smollm2-135m",
-        drafter: Wanted = "auto",
+        drafter: Wanted = "ngram+auto",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str = "float32",
@@ -63,7 +65,7 @@ class LLM:
         verify_width: int | None = None,
         block_size: int | None = None,
     ) -> None:
-        if block_size is not None and not isinstance(drafter, (str, Path)):
+        if block_size is not None and not isinstance(drafter, (str, Path, LookupChoice)):
             raise ValueError("block_size is for a drafter that is loaded here: give a folder, or 'auto'")
         config = EngineConfig.parse({"slots": slots, "capacity": capacity, "verify_width": verify_width}, "LLM")
         if isinstance(target, (str, Path)):

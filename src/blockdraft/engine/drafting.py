@@ -11,14 +11,15 @@ from blockdraft.config import DraftModelConfig, NgramConfig
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.checkpoint import load_drafter
 from blockdraft.drafters.independent import IndependentDrafter
-from blockdraft.drafters.names import parse_drafter
+from blockdraft.drafters.lookup import LookupDrafter
+from blockdraft.drafters.names import LookupChoice, parse_drafter
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.targets.base import Target
 from blockdraft.targets.resolve import load_target, resolve_folder
 
 # What `LLM` takes: a name (see `drafters.names`), a folder, settings, a drafter that is ready, None: plain decoding.
-Wanted = str | Path | NgramConfig | DraftModelConfig | Drafter | None
-Found = Path | NgramConfig | DraftModelConfig | Drafter | None
+Wanted = str | Path | NgramConfig | DraftModelConfig | LookupChoice | Drafter | None
+Found = Path | NgramConfig | DraftModelConfig | LookupChoice | Drafter | None
 
 
 def find_drafter(wanted: Wanted, target: str) -> Found:
@@ -26,6 +27,10 @@ def find_drafter(wanted: Wanted, target: str) -> Found:
     choice = parse_drafter(wanted) if isinstance(wanted, str) else wanted
     if choice == "auto":
         return _shipped_drafter(target)
+    if isinstance(choice, LookupChoice):
+        other = find_drafter(choice.other, target)
+        assert isinstance(other, (Path, DraftModelConfig)), "the only ones that can stand behind a lookup"
+        return LookupChoice(choice.ngram, other)
     if isinstance(choice, DraftModelConfig):
         with _named(choice):
             resolve_folder(choice.model)
@@ -37,6 +42,10 @@ def make_drafter(found: Found, target: Target, block_size: int | None = None) ->
 
     ValueError, in one line: it cannot be loaded, or does not fit.
     """
+    if isinstance(found, LookupChoice):
+        other = make_drafter(find_drafter(found.other, target.info.name), target, block_size)
+        assert other is not None, "plain decoding is refused as another drafter"
+        return LookupDrafter(other, found.ngram)
     if isinstance(found, Path):
         return load_drafter(found, target, block_size)
     if block_size is not None:
