@@ -82,7 +82,7 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
             ["generate", "x", "--drafter", "eagle"],
             "no such folder, nor another drafter: give auto, none, ngram, ngram:K,",
         ),
-        (["regenerate", path + "/prompts.jsonl", "out", "--drafter", "model"], "model:NAME:K or a drafter's folder"),
+        (["regenerate", path + "/prompts.jsonl", "out", "--drafter", "model"], "model:NAME:K, a drafter's folder"),
         (["generate", "x", "--drafter", "ngram:"], "drafter 'ngram:': max_drafts"),
         (["bench", "--dataset", path + "/prompts.jsonl", "--drafter", "ngram:0"], "drafter 'ngram:0': max_drafts"),
         (["generate", "x", "--drafter", "model:"], "drafter 'model:': model"),

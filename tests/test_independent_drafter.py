@@ -120,7 +120,7 @@ def test_a_slot_that_is_nearly_full_gets_fewer_drafts() -> None:
         drafter.new_state(1, 17)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["hf-llama", "dense-qwen3-mixed"])
 def test_the_target_as_its_own_drafter_is_always_right(kind: str) -> None:
     prompts = [[3, 4, 5], [9], [*range(10, 50)]]
     params = SamplingParams(max_tokens=17, ignore_eos=True)

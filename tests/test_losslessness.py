@@ -36,7 +36,7 @@ def test_every_answer_is_the_targets_own(part: int) -> None:
             accepted[case.drafter] += request.stats.accepted
             if case.drafter == "right" and request.finish_reason == "length" and case.config.verify_width is None:
                 assert request.stats.accepted == request.stats.drafted
-    enough = accepted["right"] > 25 and accepted["mixed"] > 10 and accepted["model"] > 8
+    enough = accepted["right"] > 25 and min(accepted["mixed"], accepted["model"]) > 3
     assert enough and accepted["ngram"] + accepted["lookup"] > 2, "drafts must be accepted, or nothing was tried"
     assert accepted["wrong"] == 0, "a wrong draft was accepted"
 
