@@ -139,7 +139,7 @@ class DenseTarget(PretrainedTarget):
         batch, width = ids.shape
         step = Step(cache, rows, width, self.info.dtype, self.info.device)
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
-        x = self.embed(ids)
+        x = F.embedding(ids, self._embedding)
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             x = layer.forward(x, index, step, tables)
