@@ -63,6 +63,10 @@ def _recipe(config: AblationConfig, name: str) -> TrainConfig | str:
         first, *_ = parts = key.split(".")
         if first == "steps":
             raise ConfigError(f"{where}: steps are the budget's, the same for all arms")
+        if key == "drafter.preset":
+            raise ConfigError(
+                f"{where}: the base says each setting itself, so a preset changes nothing: set them one by one"
+            )
         if first in SHARED:
             raise ConfigError(f"{where}: {key} is the same for all arms: set it in base")
         node = values

@@ -64,6 +64,8 @@ def command(
     if features is not None and base_url is not None:
         raise ValueError("--features needs the target itself: a server does not hand out its hidden states")
     config = load_config(TrainConfig, recipe) if recipe is not None else None
+    if config is not None and config.features.mode != "shards":
+        raise ValueError(f"{recipe}: features.mode is {config.features.mode}: training would not read what is kept")
     answers: Answers
     if base_url is not None:
         if model is None:
@@ -74,6 +76,10 @@ def command(
         from blockdraft.drafters.names import parse_drafter
 
         prepare(threads)
+        from blockdraft.targets.resolve import canonical_name
+
+        if config is not None and canonical_name(config.target) != canonical_name(target):
+            raise ValueError(f"{recipe}: the recipe is for target '{config.target}', and the answers are by '{target}'")
         chosen = parse_drafter(drafter)
         loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
         kept = (config, features) if config is not None and features is not None else None

@@ -51,18 +51,18 @@ def load(
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.drafters.names import LookupChoice
     from blockdraft.engine.drafting import find_drafter
-    from blockdraft.targets.resolve import load_target, load_tokenizer
+    from blockdraft.targets.resolve import canonical_name, load_target, load_tokenizer
 
     if isinstance(drafter, LookupChoice):
         return load(target, drafter.other, implementation, device, dtype)
-    if drafter != "auto":
-        find_drafter(drafter, target)  # a missing one should not cost the time of loading a target
-    loaded = load_target(target, implementation=implementation, device=device, dtype=dtype)
-    if drafter == "auto" and not (shipped_folder(loaded.info.name) / "config.json").is_file():
+    # A missing drafter should not cost the time of loading a target.
+    if drafter == "auto" and not (shipped_folder(canonical_name(target)) / "config.json").is_file():
         raise ValueError(
             f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"
         )
-    return loaded, load_tokenizer(target)
+    if drafter != "auto":
+        find_drafter(drafter, target)
+    return load_target(target, implementation=implementation, device=device, dtype=dtype), load_tokenizer(target)
 
 
 def make_chat(tokenizer: PreTrainedTokenizerBase, raw: bool = False, system: str | None = None) -> Chat:

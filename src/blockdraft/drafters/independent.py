@@ -92,23 +92,26 @@ class IndependentDrafter:
         counts: Sequence[int],
     ) -> None:
         """Keep what was drafted right, forget the rest, and read what is new: more than one token at once."""
+        found = []
         for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
             committed = [*state.unread[row], *ids[:count]]
             right = _agreeing(committed, state.ahead[row])
-            state.committed[row] += right
-            state.ahead[row], state.unread[row] = [], committed[right:]
-            state.cache.truncate([row], [state.committed[row]])
-            if len(state.unread[row]) > 1:
-                new = torch.tensor([state.unread[row]], device=tokens.device)
-                self.model.forward(new, state.cache, [row], keep_logits=1)
-                state.committed[row] += new.shape[1]
-                state.unread[row] = []
+            kept, unread = state.committed[row] + right, committed[right:]
+            state.cache.truncate([row], [kept])
+            if len(unread) > 1:
+                self.model.forward(torch.tensor([unread], device=tokens.device), state.cache, [row], keep_logits=1)
+                kept, unread = kept + len(unread), []
+            found.append((row, kept, unread))
+        for row, kept, unread in found:  # all rows or none: an interrupted round is done again
+            state.committed[row], state.ahead[row], state.unread[row] = kept, [], unread
 
     @torch.no_grad()
     def propose(self, state: Memory, rows: Sequence[int], anchors: Tensor) -> Proposal:
         """anchors [B] -> tokens [B, K]; K is less than `max_drafts` where a slot is nearly full."""
         starts = [state.committed[row] for row in rows]
         state.cache.truncate(rows, starts)  # what an interrupted round left
+        for row in rows:
+            state.ahead[row] = []
         unread = [state.unread[row] for row in rows]
         width = max(len(ids) for ids in unread) + 1
         # The first pass writes `width` slots of every row, padding included; each later one writes one.

