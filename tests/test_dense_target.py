@@ -9,10 +9,10 @@ import pytest
 import tiny
 import torch
 from models import save_tiny_target
+from rows import bits_depend_on_width, check_bits_of_a_row, check_taken_back, fill, random_ids
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockdraft.cache import KVCache
 from blockdraft.engine.api import LLM
 from blockdraft.targets.dense import DenseTarget, obstacle
 from blockdraft.targets.hf import HFTarget
@@ -56,16 +56,6 @@ def model(name: str) -> PreTrainedModel:
 
 def dense(name: str, **options: Any) -> DenseTarget:
     return DenseTarget(model(name), name, **options)
-
-
-def random_ids(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(2, tiny.VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def fill(target: DenseTarget, cache: KVCache, row: int, ids: Tensor, pieces: tuple[int, ...] = ()) -> Tensor:
-    """Append ids [S] to one row in pieces (then the rest); logits [S, V]."""
-    sizes = [*pieces, len(ids) - sum(pieces)]
-    return torch.cat([target.forward(piece[None], cache, [row]).logits[0] for piece in ids.split(sizes)])
 
 
 def difference(target: DenseTarget, reference: PreTrainedModel) -> float:
@@ -112,47 +102,16 @@ def test_what_differs_between_models_matters(name: str, other: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-mixed", "llama3"])
 def test_the_bits_of_a_row_do_not_depend_on_what_is_beside_it(name: str) -> None:
-    """One token at a time, many at a time, or among neighbours of other lengths: the same bits."""
-    target = dense(name)
-    target.set_taps([1])
-    for length in (5, 61, 446):
-        text = random_ids(length + 8, seed=length)
-        cache = target.new_cache(8, 700)
-        fill(target, cache, 0, text[:length])
-        steps = [target.forward(text[None, at : at + 1], cache, [0]) for at in range(length, length + 8)]
-        alone = torch.cat([step.logits for step in steps], dim=1)[0]
-        alone_taps = torch.cat([step.taps for step in steps], dim=1)[0]
-
-        cache.truncate([0], [0])
-        assert torch.equal(fill(target, cache, 0, text)[-8:], alone)
-
-        for row in (0, 1, 2, 3, 4, 6, 7):
-            fill(target, cache, row, random_ids(7 + 80 * row, seed=row))
-        fill(target, cache, 5, text[:length], (2, 1))
-        batch = random_ids(8, 8, seed=4)
-        batch[3] = text[-8:]
-        out = target.forward(batch, cache, [0, 2, 1, 5, 4, 7, 3, 6])
-        assert torch.equal(out.logits[3], alone)
-        assert torch.equal(out.taps[3], alone_taps)
+    check_bits_of_a_row(dense(name), (5, 61, 446))
 
 
 def test_without_packed_layers_bits_do_depend_on_it() -> None:
     """Negative control of the test above: it can fail."""
-    target, text = DenseTarget(tiny.tiny_llama(hidden_size=64), "tiny", pack=False), random_ids(24)
-    cache = target.new_cache(1, 64)
-    at_once = fill(target, cache, 0, text)
-    cache.truncate([0], [0])
-    assert not torch.equal(fill(target, cache, 0, text, (1,) * 23), at_once)
+    assert bits_depend_on_width(DenseTarget(tiny.tiny_llama(hidden_size=64), "tiny", pack=False))
 
 
 def test_taken_back_is_as_if_never_written() -> None:
-    target = dense("qwen3-mixed")
-    text, wrong, more = random_ids(60), random_ids(20, seed=2), random_ids(12, seed=3)
-    clean, used = target.new_cache(1, 128), target.new_cache(1, 128)
-    fill(target, clean, 0, text)
-    fill(target, used, 0, torch.cat([text, wrong]))
-    used.truncate([0], [60])
-    assert torch.equal(fill(target, used, 0, more), fill(target, clean, 0, more))
+    check_taken_back(dense("qwen3-mixed"))
 
 
 def test_only_the_last_logits_are_made_when_so_asked(monkeypatch: pytest.MonkeyPatch) -> None:

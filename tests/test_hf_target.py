@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from rows import bits_depend_on_width, check_bits_of_a_row, check_taken_back, fill, random_ids
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
@@ -13,21 +14,11 @@ from blockdraft.targets.attention import Step, _attend_batched, attend
 from blockdraft.targets.hf import HFTarget
 
 
-def random_ids(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(2, tiny.VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
 @torch.no_grad()
 def reference(model, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Transformers' own forward without a cache: logits [S, V] and hidden states [S, D] by layer."""
     out = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
     return out.logits[0], [state[0] for state in out.hidden_states]
-
-
-def fill(target: HFTarget, cache: KVCache, row: int, ids: Tensor, pieces: tuple[int, ...] = ()) -> Tensor:
-    """Append ids [S] to one row in pieces (then the rest); logits [S, V]."""
-    sizes = [*pieces, len(ids) - sum(pieces)]
-    return torch.cat([target.forward(piece[None], cache, [row]).logits[0] for piece in ids.split(sizes)])
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -65,54 +56,18 @@ def test_logits_are_far_from_ties() -> None:
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_taken_back_is_as_if_never_written(kind: str) -> None:
-    target = tiny.tiny_target(kind)
-    text, wrong, more = random_ids(60), random_ids(20, seed=2), random_ids(12, seed=3)
-    clean, used = target.new_cache(1, 128), target.new_cache(1, 128)
-    fill(target, clean, 0, text)
-    fill(target, used, 0, text)
-    fill(target, used, 0, wrong)
-    used.truncate([0], [60])
-    assert torch.equal(fill(target, used, 0, more), fill(target, clean, 0, more))
+    check_taken_back(tiny.tiny_target(kind))
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_the_bits_of_a_row_do_not_depend_on_what_is_beside_it(kind: str) -> None:
-    """One token at a time, many at a time, or among neighbours of other lengths: the same bits.
-
-    The lengths cross the points where the CPU's products change their order of summation.
-    """
-    target = tiny.tiny_target(kind)
-    target.set_taps([1])
-    for length in (5, 61, 380, 446, 510, 955):
-        text = random_ids(length + 8, seed=length)
-        cache = target.new_cache(8, 1100)
-        fill(target, cache, 0, text[:length])
-        steps = [target.forward(text[None, at : at + 1], cache, [0]) for at in range(length, length + 8)]
-        alone = torch.cat([step.logits for step in steps], dim=1)[0]
-        alone_taps = torch.cat([step.taps for step in steps], dim=1)[0]
-
-        cache.truncate([0], [0])
-        at_once = fill(target, cache, 0, text)[-8:]
-        assert torch.equal(at_once, alone)
-
-        for row in range(8):
-            fill(target, cache, row, random_ids(7 + 90 * row, seed=row)) if row != 5 else None
-        cache.truncate([5], [0])
-        fill(target, cache, 5, text[:length], (2, 1))
-        batch = random_ids(8, 8, seed=4)
-        batch[3] = text[-8:]
-        out = target.forward(batch, cache, [0, 2, 1, 5, 4, 7, 3, 6])
-        assert torch.equal(out.logits[3], alone)
-        assert torch.equal(out.taps[3], alone_taps)
+    """The lengths cross the points where the CPU's products change their order of summation."""
+    check_bits_of_a_row(tiny.tiny_target(kind), (5, 61, 380, 446, 510, 955))
 
 
 def test_without_packed_layers_bits_do_depend_on_it() -> None:
     """Negative control of the test above: it can fail."""
-    target, text = tiny.tiny_target(pack=False, hidden_size=64), random_ids(24)
-    cache = target.new_cache(1, 64)
-    at_once = fill(target, cache, 0, text)
-    cache.truncate([0], [0])
-    assert not torch.equal(fill(target, cache, 0, text, (1,) * 23), at_once)
+    assert bits_depend_on_width(tiny.tiny_target(pack=False, hidden_size=64))
 
 
 def test_attention_in_one_call_equals_attention_row_by_row() -> None:

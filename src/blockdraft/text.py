@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected an object, found {type(row).__name__}")
         yield where, row
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under a temporary name and move it, so that a reader never sees half of it; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from blockdraft import __version__
+from blockdraft.text import write_whole
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -48,11 +49,8 @@ def _cpu_name() -> str:
 
 
 def save(report: dict[str, Any], path: Path) -> None:
-    """Write the JSON under a temporary name and move it, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write the JSON, whole or not at all."""
+    write_whole(path, json.dumps(report, indent=1) + "\n")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdraft.cli.options import ThreadsOption
+
 if TYPE_CHECKING:
     from blockdraft.cli.matrix import Folders
     from blockdraft.config import AblationConfig, TrainConfig
@@ -24,7 +26,7 @@ def command(
     plots: Annotated[bool, typer.Option(help="Draw plots; needs matplotlib.")] = True,
     runs_dir: Annotated[Path, typer.Option(help="Where runs and features are kept.")] = Path("runs/ablations"),
     output: Annotated[Path, typer.Option(help="Where results are kept.")] = Path("results/ablations"),
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Train and measure every arm; interrupted at any moment, the same command goes on where it stopped."""
     from blockdraft.bench.ablation import arm_recipes

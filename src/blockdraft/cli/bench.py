@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
-from blockdraft.cli.wiring import DEFAULT_DRAFTER, DEFAULT_TARGET, shipped_folder
+from blockdraft.cli.wiring import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +127,7 @@ def without_folder(word: str) -> str:
 def describe_drafter(chosen: DrafterChoice, llm: LLM) -> dict[str, Any] | None:
     """What the report says of the drafter: enough to know it again."""
     from blockdraft.drafters.names import LookupChoice
+    from blockdraft.engine.drafting import shipped_folder
 
     if chosen is None or llm.drafter is None:
         return None

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from blockdraft import __version__
-from blockdraft.cli.wiring import DEFAULT_TARGET, shipped_folder
+from blockdraft.cli.wiring import DEFAULT_TARGET
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "gguf", "numpy", "pydantic")
 
@@ -51,5 +51,7 @@ def _default_target() -> str:
 
 
 def _shipped_drafter() -> str:
+    from blockdraft.engine.drafting import shipped_folder
+
     folder = shipped_folder(DEFAULT_TARGET)
     return str(folder) if (folder / "config.json").is_file() else "none"

@@ -7,7 +7,6 @@ what stays: a JSON file for each arm, the table, the plots.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +97,7 @@ class Matrix:
         Raises TrainingError if its loss left the numbers, StoppedError if a signal asked to stop.
         """
         from blockdraft.bench.ablation import load_result, missing_parts, same
+        from blockdraft.text import write_whole
         from blockdraft.train.progress import say
         from blockdraft.train.resume import flat
 
@@ -107,7 +107,7 @@ class Matrix:
         if result and "cost" in result and not missing_parts(result, self.parts):
             say(self.console, f"{arm}: done")
             return
-        _write(self.folders.run(arm) / "arm.json", self.identities[arm])
+        write_whole(self.folders.run(arm) / "arm.json", json.dumps(self.identities[arm], indent=2) + "\n")
         about: dict[str, Any] = {"name": arm, "identity": self.identities[arm], "measured": {}, **result}
         about["changes"] = flat(self.config.arms[arm])
         if isinstance(recipe, str):
@@ -221,7 +221,7 @@ class Matrix:
     def _cost(self, llm: Any, chosen: DrafterChoice) -> dict[str, Any]:
         """The drafter's size, where its folder tells, and the median time of one proposal after the first prompt."""
         from blockdraft.bench.cost import propose_seconds
-        from blockdraft.cli.wiring import shipped_folder
+        from blockdraft.engine.drafting import shipped_folder
 
         if llm.drafter is None:
             return {"parameters": 0, "max_drafts": 0, "propose_ms": 0.0}
@@ -249,9 +249,3 @@ class Matrix:
         from blockdraft.bench.measure import measure
 
         return list(measure(part.prompts, [arm], self.chat, part.params, self.config.repeats))
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)

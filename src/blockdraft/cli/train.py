@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from blockdraft.cli.options import ThreadsOption
+
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="YAML file, as in recipes/.")],
@@ -19,7 +21,7 @@ def command(
     preview: Annotated[
         int, typer.Option(help="Show so many samples with what is learned of them, and stop.", min=0)
     ] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Train a drafter; interrupted at any moment, the same command goes on where it stopped."""
     from blockdraft.config import TrainConfig, load_config

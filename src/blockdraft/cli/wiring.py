@@ -28,11 +28,6 @@ DEFAULT_DRAFTER = "ngram+auto"
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
-def shipped_folder(target: str) -> Path:
-    """Where the package keeps its drafter for a target, whether it has one or not."""
-    return ASSETS / f"{target}-dflash"
-
-
 def prepare(threads: int | None = None) -> None:
     """Set the CPU threads, and keep the libraries below from giving advice of their own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -50,7 +45,7 @@ def load(
 ) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.drafters.names import LookupChoice
-    from blockdraft.engine.drafting import find_drafter
+    from blockdraft.engine.drafting import find_drafter, shipped_folder
     from blockdraft.targets.resolve import canonical_name, load_target, load_tokenizer
 
     if isinstance(drafter, LookupChoice):

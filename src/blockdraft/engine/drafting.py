@@ -26,7 +26,12 @@ def find_drafter(wanted: Wanted, target: str) -> Found:
     """What is meant, for a target of that name; nothing is loaded.  ValueError: it is not there, in one line."""
     choice = parse_drafter(wanted) if isinstance(wanted, str) else wanted
     if choice == "auto":
-        return _shipped_drafter(target)
+        folder = shipped_folder(target)
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"no drafter is shipped for target '{target}': pass drafter=None for plain decoding, or a folder"
+            )
+        return folder
     if isinstance(choice, LookupChoice):
         other = find_drafter(choice.other, target)
         assert isinstance(other, (Path, DraftModelConfig)), "the only ones that can stand behind a lookup"
@@ -43,7 +48,8 @@ def make_drafter(found: Found, target: Target, block_size: int | None = None) ->
     ValueError, in one line: it cannot be loaded, or does not fit.
     """
     if isinstance(found, LookupChoice):
-        other = make_drafter(find_drafter(found.other, target.info.name), target, block_size)
+        assert not isinstance(found.other, str), "found already"
+        other = make_drafter(found.other, target, block_size)
         assert other is not None, "plain decoding is refused as another drafter"
         return LookupDrafter(other, found.ngram)
     if isinstance(found, Path):
@@ -71,11 +77,6 @@ def _named(config: DraftModelConfig) -> Iterator[None]:
         raise ValueError(f"drafter 'model:{config.model}': {error}") from error
 
 
-def _shipped_drafter(name: str) -> Path:
-    """The folder of the drafter that comes with the package for a target.  ValueError: there is none."""
-    folder = Path(str(files("blockdraft"))) / "assets" / f"{name}-dflash"
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"no drafter is shipped for target '{name}': pass drafter=None for plain decoding, or a folder"
-        )
-    return folder
+def shipped_folder(target: str) -> Path:
+    """Where the package keeps its drafter for a target of that name, whether it has one or not."""
+    return Path(str(files("blockdraft"))) / "assets" / f"{target}-dflash"

@@ -10,12 +10,12 @@ was really spent.  Evaluations and checkpoints are not counted.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blockdraft.config import ConfigError, TrainConfig
 from blockdraft.targets.base import Target
+from blockdraft.text import write_whole
 from blockdraft.train.loop import time_steps
 from blockdraft.train.run import Prepared
 
@@ -47,7 +47,5 @@ def steps_in(minutes: float, timed: int, config: TrainConfig, target: Target, ru
         return known
     seconds = time_steps(config, target, run.dataset, run.features, run.draft, SKIPPED, timed)
     budget = Budget(minutes, timed, seconds, max(int(minutes * 60 / seconds), 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(asdict(budget), indent=2) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    write_whole(path, json.dumps(asdict(budget), indent=2) + "\n")
     return budget

@@ -6,12 +6,12 @@ A log that is resumed is first cut back to the checkpoint's step, so no step is 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from blockdraft.config import ConfigError
+from blockdraft.text import write_whole
 from blockdraft.train.loss import BlockLoss
 
 
@@ -104,6 +104,4 @@ def _cut(path: Path, step: int) -> None:
             continue
         if row["step"] <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(kept))

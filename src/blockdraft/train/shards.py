@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from blockdraft.targets.base import Target
+from blockdraft.text import write_whole
 from blockdraft.train.data import Sample
 from blockdraft.train.features import FeatureBatch, SampleFeatures, collate, compute
 from blockdraft.train.progress import Meterbar
@@ -196,8 +197,7 @@ def _check_manifest(target: Target, tap_ids: Sequence[int], top_k: int, folder: 
         "probe": _probe(target),
     }
     if not stored:
-        path.with_suffix(".tmp").write_text(json.dumps({"target": info.name, **found}, indent=2) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
+        write_whole(path, json.dumps({"target": info.name, **found}, indent=2) + "\n")
         return taps
     for key, value in found.items():
         if key != "probe" and stored.get(key) != value:
