@@ -77,6 +77,8 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["generate", "x", "--target", path + "/nowhere", "--drafter", "none"], "not found"),
         (["generate", "x", "--target", path + "/folder", "--drafter", "none"], "empty folder"),
         (["generate", "x", "--target", path + "/empty.jsonl", "--drafter", "none"], "not a .gguf"),
+        (["generate", "x", "--target", path + "/nowhere"], "nowhere' not found: give a model folder"),
+        (["generate", "x", "--target", "no/such"], "no drafter comes with blockdraft for 'no/such'"),
         (["generate", "x", "--drafter", path + "/nowhere"], "no such folder"),
         (
             ["generate", "x", "--drafter", "eagle"],

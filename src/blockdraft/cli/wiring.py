@@ -46,11 +46,13 @@ def load(
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.drafters.names import LookupChoice
     from blockdraft.engine.drafting import find_drafter, shipped_folder
-    from blockdraft.targets.resolve import canonical_name, load_target, load_tokenizer
+    from blockdraft.targets.resolve import canonical_name, is_hub_id, load_target, load_tokenizer, resolve_folder
 
     if isinstance(drafter, LookupChoice):
         return load(target, drafter.other, implementation, device, dtype)
-    # A missing drafter should not cost the time of loading a target.
+    if not is_hub_id(target):
+        resolve_folder(target)  # a wrong path is the first thing to say
+    # A missing drafter should not cost the time of loading a target, let alone of downloading it.
     if drafter == "auto" and not (shipped_folder(canonical_name(target)) / "config.json").is_file():
         raise ValueError(
             f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"

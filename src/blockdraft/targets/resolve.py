@@ -102,6 +102,14 @@ def canonical_name(spec: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
+def is_hub_id(spec: str) -> bool:
+    """Whether a name can only mean a model on the Hub, which may have to be downloaded."""
+    path = Path(spec).expanduser()
+    # What starts like a path or ends in .gguf is not meant for the Hub.
+    like_a_path = spec.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    return HUB_ID.fullmatch(spec) is not None and not like_a_path and not path.exists()
+
+
 def resolve_folder(spec: str) -> Path:
     """A folder with config.json, tokenizer and safetensors for `spec`; converts or downloads what is needed.
 
@@ -120,8 +128,7 @@ def resolve_folder(spec: str) -> Path:
         if path.suffix == ".gguf":
             return _converted(path)
         raise ValueError(f"target '{spec}' is a file that is not a .gguf; give the model's folder instead")
-    # What starts like a path or ends in .gguf is not meant for the Hub.
-    if HUB_ID.fullmatch(spec) and not spec.startswith((".", "/", "~")) and path.suffix != ".gguf":
+    if is_hub_id(spec):
         return _download(spec, f"'{spec}'")
     known = ", ".join(ALIASES)
     raise ValueError(
