@@ -16,9 +16,9 @@ import yaml
 from safetensors.torch import load_file
 from training import QUIET, recipe, run
 
-from blockdraft.bench.ablation import arm_recipes, identity, same
+from blockdraft.bench.ablation import Ready, arm_recipes, identity, same
 from blockdraft.bench.ablation_table import load_results, render
-from blockdraft.cli import main, matrix
+from blockdraft.cli import main, matrix, measuring
 from blockdraft.config import AblationConfig, ConfigError, load_ablation
 from blockdraft.targets.resolve import load_target, load_tokenizer
 from blockdraft.train import loop
@@ -31,6 +31,7 @@ ARMS: dict[str, Any] = {
     "same": {},
     "wide": {"drafter": {"num_layers": 1}, "drafter.tap_ids": [0, 3], "optim.name": "adamw"},
     "none": {"drafter": "none"},
+    "short": {"drafter": "arm:same", "block_size": 2},
 }
 
 
@@ -43,7 +44,7 @@ def write(folder: Path, arms: dict[str, Any] = ARMS, name: str = "abl.yaml", **c
         "base": "base.yaml",
         "arms": arms,
         "steps": 4,
-        "bench": [{"dataset": str(folder / "asked.jsonl")}],
+        "bench": [{"dataset": str(folder / "asked.jsonl"), "timed": 1}],
         "temperatures": [0, 1],
         "max_tokens": 12,
     }
@@ -80,23 +81,27 @@ def test_the_matrix_from_end_to_end(base: Path, capsys: pytest.CaptureFixture[st
         made = result(base, arm)
         assert list(made["measured"]) == ["asked-t0", "asked-t1"]
         for part in made["measured"].values():
-            plain, own = part["arms"]
+            plain, own = part["timed"]["arms"]
             assert (plain["name"], own["name"]) == ("plain", arm)
-            assert own["identical_answers"] == own["compared_answers"] == 3, "one prompt, and one of two turns"
-            assert own["tau"] >= 1.0 and part["ratios"][f"{arm}/plain"]["median"] > 0
-        assert ("training" in made) == (arm != "none")
+            assert own["identical_answers"] == own["compared_answers"] == 1, "of three answers, one is timed"
+            assert part["timed"]["ratios"][f"{arm}/plain"]["median"] > 0
+            assert part["acceptance"]["tau"] >= 1.0 and part["acceptance"]["tokens"] > own["tokens"]
+        assert ("training" in made) == (arm in {"same", "wide"})
+    short, same = (result(base, arm)["measured"]["asked-t0"]["acceptance"] for arm in ("short", "same"))
+    assert result(base, "short")["max_drafts"] == 1 < result(base, "same")["max_drafts"], "the same, in smaller blocks"
+    assert short["rounds"] >= same["rounds"] and short["tokens"] == same["tokens"]
     trained = [result(base, arm) for arm in ("same", "wide")]
     assert [one["training"]["steps"] for one in trained] == [4, 4], "the budget, whatever base says"
     assert trained[0]["identity"]["data_digest"] == trained[1]["identity"]["data_digest"]
     assert trained[1]["changes"] == {"drafter.num_layers": 1, "drafter.tap_ids": [0, 3], "optim.name": "adamw"}
-    assert trained[1]["cost"]["parameters"] > 0 and trained[1]["cost"]["propose_ms"] > 0
+    assert trained[1]["parameters"] > 0 and trained[1]["propose_ms"] > 0
     features = list((base / "runs" / "ablations" / "abl" / "features").iterdir())
     assert [folder.name for folder in features] == ["0-2-3"], "one folder, with the taps of all"
 
     table = (base / "results" / "ablations" / "abl" / "table.md").read_text()
-    shown = f"{trained[0]['measured']['asked-t0']['arms'][1]['tau']:.3f}"
-    assert f"| same |  | {trained[0]['cost']['parameters'] / 1e6:.2f} M | 4 |" in table and shown in table
-    assert "yes, 6 of 6" in table and "Budget of every arm: 4 steps." in table and "| draft 3 |" in table
+    shown = f"{trained[0]['measured']['asked-t0']['acceptance']['tau']:.3f}"
+    assert f"| same |  | {trained[0]['parameters'] / 1e6:.2f} M | 4 |" in table and shown in table
+    assert "yes, 2 of 2" in table and "Budget of every arm: 4 steps." in table and "| draft 3 |" in table
     files = {file: file.stat().st_mtime_ns for file in base.rglob("*") if file.suffix in {".json", ".safetensors"}}
     assert ablate(path) == 0
     assert {file: file.stat().st_mtime_ns for file in files} == files, "what is done is not done again"
@@ -120,7 +125,7 @@ def test_the_shipped_matrix_is_sound(base: Path) -> None:
     root = Path(__file__).parent.parent / "recipes"
     config = load_ablation(root / "ablation-smollm2.yaml", ("base.data.files=[elsewhere.jsonl]", "steps=7"))
     recipes = arm_recipes(config)
-    trained = [one for one in recipes.values() if not isinstance(one, str)]
+    trained = [one for one in recipes.values() if not isinstance(one, Ready)]
     assert {one.steps for one in trained} == {7} and {one.data.files for one in trained} == {("elsewhere.jsonl",)}
     assert len({one.model_dump_json() for one in trained}) == len(trained) > 8, "no two arms are the same"
 
@@ -134,7 +139,8 @@ def test_the_shipped_matrix_is_sound(base: Path) -> None:
         ({"data.limit": 3}, "data.limit is the same for all arms"),
         ({"features": {"teacher_top_k": 0}}, "features.teacher_top_k is the same for all arms"),
         ({"seed.x": 3}, "'seed' is not a section"),
-        ({"drafter": "none", "seed": 1}, "is not trained and has no other settings"),
+        ({"drafter": "none", "seed": 1}, "is not trained here and has only a block_size to set"),
+        ({"drafter": "arm:nowhere"}, "arms.bad: there is no arm 'nowhere' that is trained"),
         ({"drafter": "nowhere"}, "arms.bad: drafter 'nowhere'"),
         ({"drafter.num_taps": 4}, "arms.bad: a target of 4 layers has no room for 4"),
         ({"drafter.tap_ids": [2, 9]}, "arms.bad: drafter: tap_ids"),
@@ -156,7 +162,7 @@ def test_a_bad_arm_is_refused_before_anything_runs(
         ({"minutes": 1}, "one of steps and minutes"),
         (
             {"bench": [{"dataset": "a.jsonl", "lmit": 3}]},
-            "unknown key 'bench.0.lmit' (known: data_dir, dataset, limit)",
+            "unknown key 'bench.0.lmit' (known: data_dir, dataset, limit, timed)",
         ),
         ({"temperatures": [0, 0]}, "each temperature once"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml: no such file"),
@@ -194,18 +200,22 @@ def test_killed_in_training_and_in_measuring(
     same, wide = capsys.readouterr().out.splitlines()
     assert same == "same: done" and wide.startswith("wide: training, saved at step ")
 
-    asked, real = [], matrix.Matrix._ask
+    asked, real = [], measuring.Measuring._ask
 
-    def cut(self: matrix.Matrix, part: Any, arm: Any) -> list[Any]:
-        asked.append((arm.name, part.key))
+    def cut(self: measuring.Measuring, part: Any, arms: Any) -> list[Any]:
+        asked.append((arms[1].name, part.key))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return real(self, part, arm)
+        return real(self, part, arms)
 
-    monkeypatch.setattr(matrix.Matrix, "_ask", cut)
+    monkeypatch.setattr(measuring.Measuring, "_ask", cut)
+    assert ablate(path, "--no-timing") == 0 and not asked, "rates are left for a quiet hour"
+    capsys.readouterr()
+    assert ablate(path, "--list") == 0
+    assert capsys.readouterr().out.splitlines()[1] == "wide: measured 2 of 2, timed 0"
     assert ablate(path) == 130
-    assert asked == [("wide", "asked-t0"), ("wide", "asked-t1")], "neither plain nor 'same' is asked again"
-    assert list(result(base, "wide")["measured"]) == ["asked-t0"]
+    assert asked == [("wide", "asked-t0"), ("wide", "asked-t1")], "'same' is not asked again"
+    assert ["timed" in part for part in result(base, "wide")["measured"].values()] == [True, False]
     assert ablate(path) == 0
     assert asked[2:] == [("wide", "asked-t1")] and result(base, "same") == kept
     whole = write(base, {"wide": ARMS["wide"], "same": {}}, steps=40, name="whole.yaml")
@@ -266,13 +276,15 @@ def test_a_superset_of_taps_trains_the_same_bits(base: Path) -> None:
 def measured(name: str, tau: float, rate: float, setup: dict[str, Any]) -> dict[str, Any]:
     arm = {
         "name": name,
-        "tau": tau,
         "tokens_per_second": {"median": rate},
-        "acceptance_by_position": [0.5, 0.25],
         "identical_answers": 1,
         "compared_answers": 2,
     }
-    return {"setup": setup, "arms": [arm], "ratios": {f"{name}/plain": {"median": rate / 10}}}
+    acceptance = {"setup": setup, "tau": tau, "acceptance_by_position": [0.5, 0.25]}
+    return {
+        "acceptance": acceptance,
+        "timed": {"setup": setup, "arms": [arm], "ratios": {f"{name}/plain": {"median": rate / 10}}},
+    }
 
 
 def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
@@ -282,28 +294,33 @@ def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
     recipes = arm_recipes(config)
     setup = {"dataset": "q", "prompts": 2, "params": {"temperature": 0.0, "max_tokens": 8}}
     part = measured("a", 1.75, 15.0, setup)
+    own = {"drafter": "none", "block_size": None, "target": "x"}
     files: dict[str, Any] = {
-        "plain": {"name": "plain", "identity": {}, "measured": {"q-t0": measured("plain", 1.0, 10.0, setup)}},
-        "a": {"name": "a", "identity": {"drafter": "none", "target": "x"}, "measured": {"q-t0": part}},
-        "b": {"name": "b", "identity": {"drafter": "none", "target": "x"}, "measured": {"q-t0": part}},
+        "plain": {"name": "plain", "identity": {}, "measured": {"q-t0": {"acceptance": {"setup": setup}}}},
+        "a": {"name": "a", "identity": own, "measured": {"q-t0": part}},
+        "b": {"name": "b", "identity": own, "measured": {"q-t0": part}},
     }
-    files["a"]["cost"] = {"parameters": 1_230_000, "propose_ms": 2.5}
+    files["a"] |= {"parameters": 1_230_000, "propose_ms": 2.5, "fusion": {"taps": [0, 2], "mixes": [[0.75, 0.25]]}}
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     results = load_results(tmp_path, config, recipes)
-    assert list(results) == ["plain", "a"], "b's file is of other settings"
+    assert list(results) == ["a"], "b's file is of other settings"
     text = render(results, list(config.arms), ["q-t0"])
     assert "| a |  | 1.23 M |  |  | 2.50 | 1.750 | 1.50x | NO, 1 of 2 |" in text
     assert "| a | 15.0 | 1.50x | 1.750 | NO, 1 of 2 | 0.500 | 0.250 |" in text
     assert "Not measured yet: b, c." in text
-    part["setup"] = {**setup, "prompts": 3}
+    del part["timed"]
     (tmp_path / "a.json").write_text(json.dumps(files["a"]))
-    assert not load_results(tmp_path, config, recipes)["a"]["measured"], "not measured as plain decoding was"
+    untimed = render(load_results(tmp_path, config, recipes), list(config.arms), ["q-t0"])
+    assert "| 1.750 |  |  |" in untimed and "| a |  |  | 1.750 |  | 0.500 | 0.250 |" in untimed
+    part["acceptance"]["setup"] = {**setup, "prompts": 3}
+    (tmp_path / "a.json").write_text(json.dumps(files["a"]))
+    assert not load_results(tmp_path, config, recipes)["a"]["measured"], "not of plain decoding's answers"
     pytest.importorskip("matplotlib")
     from blockdraft.bench.ablation_plots import draw
 
     drawn = draw(results, ["q-t0"], tmp_path)
-    assert {file.name for file in drawn} == {"tau.png", "acceptance.png", "cost.png"}
+    assert {file.name for file in drawn} == {"tau.png", "acceptance.png", "cost.png", "fusion.png"}
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in drawn)
 
 

@@ -1,8 +1,9 @@
 """An ablation as plain values: what recipe each arm is, what makes it that arm, and what was measured of it.
 
-An arm is a recipe that differs from the base in a few settings, or a drafter that needs no training.  A part is one
-prompt set at one temperature; plain decoding is measured once per part and its answers are kept, so that every arm
-is compared with the same ones.  Each arm has one file of results, and so has plain decoding.
+An arm is a recipe that differs from the base in a few settings, or a drafter that is not trained for it: one by name,
+or another arm's.  A part is one prompt set at one temperature.  Plain decoding answers it once and its answers are
+kept: acceptance is measured by drafting them again, whoever else is at work on the machine; rates and whether answers
+are the same are measured on some of the prompts, turn about with plain decoding.  Each arm has one file of results.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.bench.measure import Answer, Arm, Row, Timed
+from blockdraft.bench.measure import Answer, Arm, Row
 from blockdraft.bench.prompts import Prompt
-from blockdraft.bench.summary import Margin, summarise
+from blockdraft.bench.replay import Told
+from blockdraft.bench.summary import Margin, acceptance_by_position, summarise, tau
 from blockdraft.config import AblationConfig, ConfigError, SamplingParams, TrainConfig
 from blockdraft.targets.base import TargetInfo
 from blockdraft.train.loop import without_folders
@@ -25,39 +27,62 @@ from blockdraft.train.resume import first_change, flat
 from blockdraft.train.run import check_recipe
 
 PLAIN, FEATURES = "plain", "features"
+ACCEPTANCE, TIMED = "acceptance", "timed"
+OTHER = "arm:"
 ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SHARED = ("target", "device", "data", "features")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One prompt set at one temperature; `setup` is what a measurement of it depends on."""
+    """One prompt set at one temperature, with the prompts that are timed; the setups are what results depend on."""
 
     key: str
     prompts: Sequence[Prompt]
+    timed: Sequence[Prompt]
     params: SamplingParams
-    setup: dict[str, Any]
+    setups: dict[str, dict[str, Any]]  # by kind of measurement: ACCEPTANCE, TIMED
 
 
-def arm_recipes(config: AblationConfig) -> dict[str, TrainConfig | str]:
-    """Every arm's recipe, or the name of its untrained drafter.  Raises ConfigError for the first bad one."""
+@dataclass(frozen=True)
+class Ready:
+    """A drafter that is not trained for the arm: by name, or that of another arm; in blocks of `block_size`."""
+
+    drafter: str
+    block_size: int | None = None
+
+    @property
+    def other(self) -> str | None:
+        """The arm whose drafter it is, if it is one's."""
+        return self.drafter.removeprefix(OTHER) if self.drafter.startswith(OTHER) else None
+
+
+Recipe = TrainConfig | Ready
+
+
+def arm_recipes(config: AblationConfig) -> dict[str, Recipe]:
+    """Every arm's recipe, or its drafter that is ready.  Raises ConfigError for the first bad one."""
     recipes = {name: _recipe(config, name) for name in config.arms}
     known: dict[str, str] = {}
     for name, recipe in recipes.items():
-        twin = known.setdefault(recipe if isinstance(recipe, str) else recipe.model_dump_json(), name)
+        twin = known.setdefault(str(recipe) if isinstance(recipe, Ready) else recipe.model_dump_json(), name)
         if twin != name:
             raise ConfigError(f"arms.{name}: the same as arms.{twin}")
+        other = recipe.other if isinstance(recipe, Ready) else None
+        if other is not None and not isinstance(recipes.get(other), TrainConfig):
+            raise ConfigError(f"arms.{name}: there is no arm '{other}' that is trained")
     return recipes
 
 
-def _recipe(config: AblationConfig, name: str) -> TrainConfig | str:
+def _recipe(config: AblationConfig, name: str) -> Recipe:
     where, overrides = f"arms.{name}", config.arms[name]
     if not ARM_NAME.fullmatch(name) or name in (PLAIN, FEATURES):
         raise ConfigError(f"{where}: a name is letters, digits, '.', '_' and '-', and neither {PLAIN} nor {FEATURES}")
     if isinstance(overrides.get("drafter"), str):
-        if len(overrides) > 1:
-            raise ConfigError(f"{where}: the drafter '{overrides['drafter']}' is not trained and has no other settings")
-        return str(overrides["drafter"])
+        drafter, size = str(overrides["drafter"]), overrides.get("block_size")
+        if set(overrides) - {"drafter", "block_size"} or not (size is None or isinstance(size, int)):
+            raise ConfigError(f"{where}: the drafter '{drafter}' is not trained here and has only a block_size to set")
+        return Ready(drafter, size)
     values = config.base.model_dump(mode="json")
     for key, value in flat(overrides).items():
         first, *_ = parts = key.split(".")
@@ -85,10 +110,12 @@ def _recipe(config: AblationConfig, name: str) -> TrainConfig | str:
     return recipe
 
 
-def identity(config: AblationConfig, recipe: TrainConfig | str, data_digest: str) -> dict[str, Any]:
+def identity(config: AblationConfig, recipe: Recipe, data_digest: str) -> dict[str, Any]:
     """What an arm is, flat: its settings, budget and data."""
-    if isinstance(recipe, str):
-        return {"drafter": recipe, "target": config.base.target}
+    if isinstance(recipe, Ready):
+        own = {"drafter": recipe.drafter, "block_size": recipe.block_size, "target": config.base.target}
+        trained = None if recipe.other is None else _recipe(config, recipe.other)
+        return own if trained is None else {**identity(config, trained, data_digest), **own}
     settings = flat(without_folders(recipe.model_dump(mode="json")))
     del settings["steps"]
     budget: dict[str, Any]
@@ -120,7 +147,7 @@ def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return first_change(dict(old), dict(new))
 
 
-def current(config: AblationConfig, recipe: TrainConfig | str, result: Mapping[str, Any]) -> bool:
+def current(config: AblationConfig, recipe: Recipe, result: Mapping[str, Any]) -> bool:
     """Whether results are of an arm as it is asked for now; the data, which is not read, is taken to be theirs."""
     old = result["identity"]
     return same(old, identity(config, recipe, old.get("data_digest", "")))
@@ -136,68 +163,73 @@ def make_parts(config: AblationConfig, prompts: Sequence[Sequence[Prompt]], info
     made = []
     keys = iter(part_keys(config))
     for one, asked in zip(config.bench, prompts, strict=True):
-        digest = hashlib.sha256(json.dumps([prompt.turns for prompt in asked]).encode()).hexdigest()
+        timed = asked if one.timed is None else asked[: one.timed]
         for temperature in config.temperatures:
             values = {"max_tokens": config.max_tokens, "temperature": temperature, "seed": config.seed}
             params = SamplingParams.parse(values, "temperatures")
-            setup = {
-                "dataset": Path(one.dataset).stem,
-                "prompts": len(asked),
-                "prompts_digest": digest,
-                "params": json.loads(params.model_dump_json()),
-                "target": info.name,
-                "dtype": str(info.dtype).removeprefix("torch."),
-                "repeats": config.repeats,
-                "slots": 1,
+            setups = {
+                ACCEPTANCE: _setup(one.dataset, asked, params, info),
+                TIMED: {**_setup(one.dataset, timed, params, info), "repeats": config.repeats, "slots": 1},
             }
-            made.append(Part(next(keys), asked, params, setup))
+            made.append(Part(next(keys), asked, timed, params, setups))
     return made
 
 
-def missing_parts(result: Mapping[str, Any], parts: Sequence[Part]) -> list[Part]:
-    """The parts that a file of results does not have, or has of other prompts or parameters."""
+def _setup(dataset: str, prompts: Sequence[Prompt], params: SamplingParams, info: TargetInfo) -> dict[str, Any]:
+    return {
+        "dataset": Path(dataset).stem,
+        "prompts": len(prompts),
+        "prompts_digest": hashlib.sha256(json.dumps([prompt.turns for prompt in prompts]).encode()).hexdigest(),
+        "params": json.loads(params.model_dump_json()),
+        "target": info.name,
+        "dtype": str(info.dtype).removeprefix("torch."),
+    }
+
+
+def missing(result: Mapping[str, Any], parts: Sequence[Part], kind: str) -> list[Part]:
+    """The parts of which a file of results has no measurement of that kind, or one of other prompts or parameters."""
     measured = result.get("measured", {})
-    return [part for part in parts if measured.get(part.key, {}).get("setup") != part.setup]
+    return [part for part in parts if measured.get(part.key, {}).get(kind, {}).get("setup") != part.setups[kind]]
 
 
 def describe_plain(part: Part, rows: Sequence[Row]) -> dict[str, Any]:
-    """Plain decoding of a part, with its answers: what arms are compared with."""
+    """Plain decoding's answers to a part: what arms draft again."""
     kept = [
         {
-            "ids": list(row.ids),
-            "tokens": [" ".join(map(str, answer.token_ids)) for answer in row.arms[PLAIN].answers],
-            "finish": [answer.finish_reason for answer in row.arms[PLAIN].answers],
-            "seconds": row.arms[PLAIN].seconds,
-            "repeats_agree": row.arms[PLAIN].repeats_agree,
+            "id": name,
+            "prompt": " ".join(map(str, prompt)),
+            "answer": " ".join(map(str, answer.token_ids)),
+            "finish": answer.finish_reason,
         }
         for row in rows
+        for name, prompt, answer in zip(row.ids, row.prompts, row.arms[PLAIN].answers, strict=True)
     ]
-    return {"setup": part.setup, **summarise(rows, [_named(PLAIN)]), "answers": kept}
+    return {ACCEPTANCE: {"setup": part.setups[ACCEPTANCE], "answers": kept}}
 
 
-def describe_arm(
-    name: str, part: Part, rows: Sequence[Row], plain: Mapping[str, Any], margin: Margin | None = None
-) -> dict[str, Any]:
-    """An arm's rows of a part beside plain decoding's: rates, ratios, acceptance, and whether answers are the same.
+def told(plain: Mapping[str, Any]) -> list[Told]:
+    """The conversations that `describe_plain` kept."""
 
-    Raises ValueError if the two were not asked the same questions.
-    """
-    joined = []
-    for row, kept in zip(rows, plain["answers"], strict=True):
-        if list(row.ids) != kept["ids"]:
-            raise ValueError(f"{part.key}: plain decoding was asked {kept['ids']} where '{name}' was asked {row.ids}")
-        answers = [
-            Answer(tuple(map(int, tokens.split())), finish)
-            for tokens, finish in zip(kept["tokens"], kept["finish"], strict=True)
-        ]
-        timed = Timed(answers, list(kept["seconds"]), kept["repeats_agree"])
-        joined.append(Row(row.ids, row.prompts, {PLAIN: timed, **row.arms}))
-    return {"setup": part.setup, **summarise(joined, [_named(PLAIN), _named(name)], margin)}
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split()))
+
+    return [Told(ids(one["prompt"]), ids(one["answer"])) for one in plain[ACCEPTANCE]["answers"]]
 
 
-def _named(name: str) -> Arm:
-    """An arm that only stands for its name: its answers are known."""
-    return Arm(name, lambda *_: [])
+def describe_acceptance(part: Part, answers: Sequence[Answer]) -> dict[str, Any]:
+    """What drafting a part's answers again was like."""
+    return {
+        "setup": part.setups[ACCEPTANCE],
+        "tau": tau(answers),
+        "acceptance_by_position": acceptance_by_position(answers),
+        "rounds": sum(answer.rounds for answer in answers),
+        "tokens": sum(len(answer.token_ids) for answer in answers),
+    }
+
+
+def describe_timed(part: Part, arms: Sequence[Arm], rows: Sequence[Row], margin: Margin | None) -> dict[str, Any]:
+    """Plain decoding and an arm turn about: rates, ratios, and whether answers are the same."""
+    return {"setup": part.setups[TIMED], **summarise(rows, arms, margin)}
 
 
 def load_result(path: Path) -> dict[str, Any]:

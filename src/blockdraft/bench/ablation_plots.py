@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdraft.bench.ablation_table import Results, drafting, own_numbers
+from blockdraft.bench.ablation_table import Results, own_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,20 +22,22 @@ def need_matplotlib() -> None:
 
 
 def draw(results: Results, parts: Sequence[str], folder: Path) -> list[Path]:
-    """tau by arm, acceptance by position, and tau against the cost of a draft; the files that could be drawn."""
+    """tau by arm, acceptance by position, tau against the cost of a draft, and DFlare's mixes, as far as measured."""
     from matplotlib.figure import Figure
 
-    arms = drafting(results)
-    numbers = {part: {name: own_numbers(result, part) for name, result in arms.items()} for part in parts}
+    numbers = {part: {name: own_numbers(result, part) for name, result in results.items()} for part in parts}
     measured = {part: {name: own for name, own in by.items() if own} for part, by in numbers.items()}
     measured = {part: by for part, by in measured.items() if by}
     if not measured:
         return []
     figures = {
-        "tau.png": _tau(Figure(figsize=(7, 1 + 0.4 * len(arms)), layout="constrained"), list(arms), measured),
+        "tau.png": _tau(Figure(figsize=(7, 1 + 0.4 * len(results)), layout="constrained"), list(results), measured),
         "acceptance.png": _acceptance(Figure(figsize=(5 * len(measured), 4), layout="constrained"), measured),
-        "cost.png": _cost(Figure(figsize=(7, 4.5), layout="constrained"), arms, measured),
+        "cost.png": _cost(Figure(figsize=(7, 4.5), layout="constrained"), results, measured),
     }
+    mixed = {name: result["fusion"] for name, result in results.items() if "fusion" in result}
+    if mixed:
+        figures["fusion.png"] = _fusion(Figure(figsize=(4 * len(mixed), 3.5), layout="constrained"), mixed)
     return [_save(figure, folder / name) for name, figure in figures.items()]
 
 
@@ -69,12 +71,23 @@ def _acceptance(figure: Figure, measured: dict[str, dict[str, Any]]) -> Figure:
 def _cost(figure: Figure, arms: Results, measured: dict[str, dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     for part, by in measured.items():
-        known = {name: arms[name]["cost"]["propose_ms"] for name in by if arms[name].get("cost") and by[name]["tau"]}
+        known = {name: arms[name]["propose_ms"] for name in by if "propose_ms" in arms[name] and by[name]["tau"]}
         axes.plot(list(known.values()), [by[name]["tau"] for name in known], "o", label=part)
         for name, cost in known.items():
             axes.annotate(name, (cost, by[name]["tau"]), xytext=(4, 2), textcoords="offset points", fontsize="small")
     axes.set(xlabel="one proposal, ms", ylabel="tau, tokens per verify pass")
     figure.legend(loc="outside upper right", ncols=2, fontsize="small")
+    return figure
+
+
+def _fusion(figure: Figure, mixed: dict[str, dict[str, Any]]) -> Figure:
+    """Which target layers each draft layer listens to: a row of shares for each."""
+    many, images = figure.subplots(1, len(mixed), squeeze=False)[0], []
+    for axes, (name, fusion) in zip(many, mixed.items(), strict=True):
+        images.append(axes.imshow(fusion["mixes"], vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto"))
+        axes.set(title=name, xlabel="target layer", ylabel="draft layer", yticks=range(len(fusion["mixes"])))
+        axes.set_xticks(range(len(fusion["taps"])), fusion["taps"])
+    figure.colorbar(images[0], ax=list(many), label="share of the mix")
     return figure
 
 

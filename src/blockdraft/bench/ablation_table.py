@@ -6,52 +6,53 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockdraft.bench.ablation import PLAIN, current, load_result
-from blockdraft.config import AblationConfig, TrainConfig
+from blockdraft.bench.ablation import ACCEPTANCE, PLAIN, TIMED, Recipe, current, load_result
+from blockdraft.config import AblationConfig
 
 MEANINGS = (
-    "tau: tokens per verify pass, the target's own included. draft k: share of the rounds in which drafts 1 to k were "
-    "all accepted. Tokens per second: median over prompts, prefill included; over plain: median of the ratios prompt "
-    "by prompt. Plain decoding was measured once, before the arms, not turn about with them."
+    "tau: tokens per verify pass, the target's own included, over all answers of a part, which are plain decoding's. "
+    "draft k: share of the rounds in which drafts 1 to k were all accepted. The rest was measured on the timed prompts "
+    "of each part, plain decoding and the arm turn about. Tokens per second: median over prompts, prefill included; "
+    "over plain: median of the ratios prompt by prompt; identical: answers equal to plain decoding's, token by token."
 )
 Results = Mapping[str, dict[str, Any]]
 
 
-def load_results(
-    folder: Path, config: AblationConfig, recipes: Mapping[str, TrainConfig | str]
-) -> dict[str, dict[str, Any]]:
-    """What is there of the ablation as it is asked for now: plain decoding's file, then the arms' in their order.
+def load_results(folder: Path, config: AblationConfig, recipes: Mapping[str, Recipe]) -> dict[str, dict[str, Any]]:
+    """What is there of the arms, in their order, of the ablation as it is asked for now.
 
-    Results of other settings are left out, and so is a part that was not measured as plain decoding's was.
+    Results of other settings are left out, and so is a part whose acceptance is not of plain decoding's answers.
     """
     plain = load_result(folder / f"{PLAIN}.json")
-    if not plain:
-        return {}
-    setups = {key: part["setup"] for key, part in plain["measured"].items()}
-    found = {PLAIN: plain}
+    setups = {key: part[ACCEPTANCE]["setup"] for key, part in plain.get("measured", {}).items()}
+    found = {}
     for name, recipe in recipes.items():
         result = load_result(folder / f"{name}.json")
         if result and current(config, recipe, result):
-            fitting = {key: part for key, part in result["measured"].items() if part["setup"] == setups.get(key)}
-            found[name] = {**result, "measured": fitting}
+            measured = {
+                key: part
+                for key, part in result["measured"].items()
+                if ACCEPTANCE in part and part[ACCEPTANCE]["setup"] == setups.get(key)
+            }
+            found[name] = {**result, "measured": measured}
     return found
 
 
 def own_numbers(result: Mapping[str, Any], part: str) -> dict[str, Any] | None:
-    """What one file says of its arm in a part: `summarise`'s values, and the ratio over plain decoding."""
+    """What one file says of its arm in a part: acceptance, and where it was timed, rates and the ratio over plain."""
     measured = result["measured"].get(part)
     if measured is None:
         return None
-    (own,) = [arm for arm in measured["arms"] if arm["name"] == result["name"]]
+    accepted = measured[ACCEPTANCE]
     # The engine counts as far as a draft was ever accepted; an arm that drafts further has zeros there.
-    shares = list(own["acceptance_by_position"])
-    shares += [0.0] * (result.get("cost", {}).get("max_drafts", 0) - len(shares))
-    return {**own, "acceptance_by_position": shares, "over_plain": measured["ratios"].get(f"{result['name']}/{PLAIN}")}
-
-
-def drafting(results: Results) -> dict[str, dict[str, Any]]:
-    """Every arm but plain decoding."""
-    return {name: result for name, result in results.items() if name != PLAIN}
+    shares = list(accepted["acceptance_by_position"])
+    shares += [0.0] * (result.get("max_drafts", 0) - len(shares))
+    numbers = {"tau": accepted["tau"], "acceptance_by_position": shares, "setup": accepted["setup"]}
+    if TIMED in measured:
+        (own,) = [arm for arm in measured[TIMED]["arms"] if arm["name"] == result["name"]]
+        numbers |= {key: own[key] for key in ("tokens_per_second", "identical_answers", "compared_answers")}
+        numbers["over_plain"] = measured[TIMED]["ratios"][f"{result['name']}/{PLAIN}"]
+    return numbers
 
 
 def render(results: Results, arms: Sequence[str], parts: Sequence[str]) -> str:
@@ -68,9 +69,9 @@ def render(results: Results, arms: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def _overview(name: str, result: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
-    training, cost = result.get("training"), result.get("cost", {})
+    training = result.get("training")
     changes = ", ".join(f"{key} {value}" for key, value in result.get("changes", {}).items())
-    parameters, propose = cost.get("parameters"), cost.get("propose_ms")
+    parameters, propose = result.get("parameters"), result.get("propose_ms")
     cells = [
         name,
         changes,
@@ -83,8 +84,8 @@ def _overview(name: str, result: Mapping[str, Any], parts: Sequence[str]) -> lis
     for part in parts:
         own = own_numbers(result, part)
         cells += [_number(own["tau"]) if own else "", _times(own)]
-        same += own["identical_answers"] if own else 0
-        compared += own["compared_answers"] if own else 0
+        same += own.get("identical_answers", 0) if own else 0
+        compared += own.get("compared_answers", 0) if own else 0
     return [*cells, _identical(same, compared)]
 
 
@@ -98,10 +99,11 @@ def _part(results: Results, part: str) -> list[str]:
     rows = []
     for name, own in measured.items():
         shares = [f"{share:.3f}" for share in own["acceptance_by_position"]]
-        cells = [name, f"{own['tokens_per_second']['median']:.1f}", _times(own), _number(own["tau"])]
-        cells += [_identical(own["identical_answers"], own["compared_answers"]), *shares]
+        rate = own.get("tokens_per_second")
+        cells = [name, f"{rate['median']:.1f}" if rate else "", _times(own), _number(own["tau"])]
+        cells += [_identical(own.get("identical_answers", 0), own.get("compared_answers", 0)), *shares]
         rows.append(cells + [""] * (width - len(shares)))
-    setup = next(result["measured"][part]["setup"] for result in results.values() if part in result["measured"])
+    setup = next(iter(measured.values()))["setup"]
     title = f"### {setup['dataset']}, temperature {setup['params']['temperature']:g}: {setup['prompts']} prompts"
     return [f"{title}, up to {setup['params']['max_tokens']} tokens", "", *_table(heads, rows)]
 
@@ -140,7 +142,7 @@ def _number(value: float | None) -> str:
 
 
 def _times(own: Mapping[str, Any] | None) -> str:
-    return f"{own['over_plain']['median']:.2f}x" if own and own["over_plain"] else ""
+    return f"{own['over_plain']['median']:.2f}x" if own and "over_plain" in own else ""
 
 
 def _identical(same: int, compared: int) -> str:

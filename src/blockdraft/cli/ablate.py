@@ -10,8 +10,9 @@ import typer
 from blockdraft.cli.options import ThreadsOption
 
 if TYPE_CHECKING:
+    from blockdraft.bench.ablation import Recipe
     from blockdraft.cli.matrix import Folders
-    from blockdraft.config import AblationConfig, TrainConfig
+    from blockdraft.config import AblationConfig
 
 
 def command(
@@ -23,6 +24,7 @@ def command(
     only: Annotated[list[str] | None, typer.Option(metavar="ARM", help="Run only this arm; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Say what is done, and stop.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Make table and plots from the files, and stop.")] = False,
+    timing: Annotated[bool, typer.Option(help="Measure rates too, which needs a quiet machine.")] = True,
     plots: Annotated[bool, typer.Option(help="Draw plots; needs matplotlib.")] = True,
     runs_dir: Annotated[Path, typer.Option(help="Where runs and features are kept.")] = Path("runs/ablations"),
     output: Annotated[Path, typer.Option(help="Where results are kept.")] = Path("results/ablations"),
@@ -50,13 +52,13 @@ def command(
             typer.echo(f"{name}: {state(config, recipes[name], name, folders)}")
         return
     if not report:
-        run(recipe, config, recipes, folders, only, threads, plots)
+        run(recipe, config, recipes, folders, only, threads, timing, plots)
     typer.echo(f"table: {write_report(config, recipes, folders, plots)}")
 
 
-def state(config: AblationConfig, recipe: TrainConfig | str, name: str, folders: Folders) -> str:
+def state(config: AblationConfig, recipe: Recipe, name: str, folders: Folders) -> str:
     """How far an arm is, by its files."""
-    from blockdraft.bench.ablation import current, load_result, part_keys
+    from blockdraft.bench.ablation import ACCEPTANCE, TIMED, Ready, current, load_result, part_keys
     from blockdraft.train.weights import checkpoints
 
     result, begun = load_result(folders.result(name)), folders.identity(name)
@@ -67,11 +69,13 @@ def state(config: AblationConfig, recipe: TrainConfig | str, name: str, folders:
     if begun is None and not result:
         return "missing"
     keys = part_keys(config)
-    measured = [key for key in keys if key in result.get("measured", {})]
-    if len(measured) == len(keys):
+    measured, timed = (
+        sum(kind in result.get("measured", {}).get(key, {}) for key in keys) for kind in (ACCEPTANCE, TIMED)
+    )
+    if timed == len(keys):
         return "done"
-    if measured or isinstance(recipe, str) or (folders.run(name) / "last").exists():
-        return f"measured {len(measured)} of {len(keys)}"
+    if measured or isinstance(recipe, Ready) or (folders.run(name) / "last").exists():
+        return f"measured {measured} of {len(keys)}, timed {timed}"
     saved = checkpoints(folders.run(name) / "checkpoints")
     return f"training, saved at step {int(saved[-1].name.removeprefix('step-'))}" if saved else "begun"
 
@@ -79,13 +83,15 @@ def state(config: AblationConfig, recipe: TrainConfig | str, name: str, folders:
 def run(
     recipe: Path,
     config: AblationConfig,
-    recipes: dict[str, TrainConfig | str],
+    recipes: dict[str, Recipe],
     folders: Folders,
     only: list[str] | None,
     threads: int | None,
+    timing: bool,
     plots: bool,
 ) -> None:
     """Check everything, then plain decoding and arm after arm; an arm that fails does not keep the others from it."""
+    from blockdraft.bench.ablation import Ready
     from blockdraft.bench.prompts import load_prompts
     from blockdraft.cli.matrix import Matrix, StoppedError
     from blockdraft.cli.wiring import prepare
@@ -97,9 +103,9 @@ def run(
         if not Path(file).is_file():
             raise ValueError(f"{recipe}: base.data.files: {file}: no such file")
     for name, one in recipes.items():
-        if isinstance(one, str):
+        if isinstance(one, Ready) and one.other is None:
             try:
-                parse_drafter(one)
+                parse_drafter(one.drafter)
             except ValueError as error:
                 raise ValueError(f"{recipe}: arms.{name}: {error}") from None
     prompts = [load_prompts(b.dataset, Path(b.data_dir) if b.data_dir else None, b.limit) for b in config.bench]
@@ -108,9 +114,9 @@ def run(
 
     console = Console(stderr=True, highlight=False)
     chosen = [name for name in recipes if not only or name in only]
-    matrix = Matrix(config, recipes, prompts, folders, console)
+    matrix = Matrix(config, recipes, prompts, folders, console, timing)
     matrix.check(chosen)
-    matrix.run_plain()
+    matrix.measuring.run_plain()
     failed: dict[str, Any] = {}
     for name in chosen:
         try:
@@ -126,7 +132,7 @@ def run(
         raise ValueError("arms that failed: " + "; ".join(f"{name}: {error}" for name, error in failed.items()))
 
 
-def write_report(config: AblationConfig, recipes: dict[str, TrainConfig | str], folders: Folders, plots: bool) -> Path:
+def write_report(config: AblationConfig, recipes: dict[str, Recipe], folders: Folders, plots: bool) -> Path:
     """Table and plots from the files of results.  ValueError: there are none."""
     from blockdraft.bench.ablation import part_keys
     from blockdraft.bench.ablation_plots import draw

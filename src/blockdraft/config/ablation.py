@@ -17,13 +17,15 @@ class BenchSet(Strict):
     dataset: str = Field(description="a data set by name, or a JSONL file")
     data_dir: str | None = Field(None, description="folder with the data set's JSONL; None: download it")
     limit: int | None = Field(None, ge=1, description="only the first so many prompts")
+    timed: int | None = Field(None, ge=1, description="prompts of these that are also timed; None: all")
 
 
 class AblationConfig(Strict):
     """Arms that differ in a few settings, trained on the same data within the same budget, measured alike.
 
     An arm changes settings of `base`, nested or as `section.key`; or, if its `drafter` is a text, it is a drafter
-    of that name that needs no training.  The budget is `steps`, or `minutes` of training for each arm.
+    that is ready: of that name, or with `arm:NAME` another arm's, and `block_size` is that of the blocks it drafts.
+    The budget is `steps`, or `minutes` of training for each arm.
     """
 
     base: TrainConfig
@@ -35,7 +37,8 @@ class AblationConfig(Strict):
     temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
     max_tokens: int = Field(256, ge=1)
     seed: int = Field(0, description="prompt i is sampled with seed + i")
-    repeats: int = Field(1, ge=1, description="runs per prompt; the median counts")
+    repeats: int = Field(1, ge=1, description="timed runs per prompt; the median counts")
+    slots: int = Field(8, ge=1, description="requests at once where nothing is timed")
 
     @model_validator(mode="after")
     def _consistent(self) -> AblationConfig:
