@@ -193,7 +193,9 @@ class _Run:
         if step % config.log_steps == 0 or last:
             rate = learning_rate(step - 1, config.steps, config.optim)
             seconds = round(self.progress.seconds, 1)
-            self.log.write({"step": step, "epoch": epoch, "lr": rate, **self.meter.row(), "seconds": seconds})
+            row = self.meter.row()
+            self.progress.accuracy = row["accuracy"]
+            self.log.write({"step": step, "epoch": epoch, "lr": rate, **row, "seconds": seconds})
             self.meter = Meter()
         if self.evaluate is not None and (step % config.eval_steps == 0 or last):
             self._measure()
@@ -219,6 +221,7 @@ class _Run:
             "blocks_per_step": self.config.batch_size * self.config.anchors,
             "seconds": round(self.progress.seconds, 1),
             "acceptance": acceptance,
+            "accuracy": self.progress.accuracy,
             "samples": {"train": len(self.dataset.train), "held_out": len(self.dataset.held_out)},
             "data_digest": self.dataset.digest,
             **self.draft.notes,

@@ -11,6 +11,7 @@ from blockdraft.config import ConfigError, TrainConfig
 from blockdraft.train.chats import Tokenizer
 from blockdraft.train.data import Dataset, load_dataset
 from blockdraft.train.features import Features, OnlineFeatures
+from blockdraft.train.fingerprint import tap_sizes, template_fingerprint
 from blockdraft.train.loop import Evaluate, TrainResult, train
 from blockdraft.train.progress import say
 from blockdraft.train.setup import Draft, Teachable, make_draft, recipe_taps, whiten_fusion
@@ -68,6 +69,9 @@ def prepare(
     features = open_features(config, target, dataset, folder, console)
     if config.drafter.fusion_init == "whitened" and config.drafter.warm_start is None:
         whiten_fusion(draft.model, features, dataset.train[:WHITENING_SAMPLES], config.seed)
+    draft.notes["template"] = template_fingerprint(tokenizer)
+    if draft.model.config.tap_ids:
+        draft.notes["tap_sizes"] = tap_sizes(features, dataset.train)
     return Prepared(dataset, draft, features)
 
 

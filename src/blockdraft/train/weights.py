@@ -145,6 +145,7 @@ class Progress:
     best_tau: float = 0.0
     best_step: int = 0  # 0: never measured
     seconds: float = 0.0
+    accuracy: list[float] = field(default_factory=list)  # of each drafted token, as last logged
     meter: dict[str, Any] = field(default_factory=dict)
 
 
