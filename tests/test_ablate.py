@@ -94,7 +94,7 @@ def test_the_matrix_from_end_to_end(base: Path, capsys: pytest.CaptureFixture[st
     assert [one["training"]["steps"] for one in trained] == [4, 4], "the budget, whatever base says"
     assert trained[0]["identity"]["data_digest"] == trained[1]["identity"]["data_digest"]
     assert trained[1]["changes"] == {"drafter.num_layers": 1, "drafter.tap_ids": [0, 3], "optim.name": "adamw"}
-    assert trained[1]["parameters"] > 0 and trained[1]["propose_ms"] > 0
+    assert trained[1]["parameters"] > 0 and min(trained[1]["cost"].values()) > 0
     features = list((base / "runs" / "ablations" / "abl" / "features").iterdir())
     assert [folder.name for folder in features] == ["0-2-3"], "one folder, with the taps of all"
 
@@ -287,6 +287,9 @@ def measured(name: str, tau: float, rate: float, setup: dict[str, Any]) -> dict[
     }
 
 
+COST = {"propose_ms": 2.5, "verify_ms": 12.5, "plain_ms": 12.0}
+
+
 def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
     base = {"target": "x", "data": {"files": ["a"]}}
     values = {"base": base, "arms": {"a": {"drafter": "none"}, "b": {}, "c": {"seed": 2}}, "steps": 3}
@@ -300,19 +303,19 @@ def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
         "a": {"name": "a", "identity": own, "measured": {"q-t0": part}},
         "b": {"name": "b", "identity": own, "measured": {"q-t0": part}},
     }
-    files["a"] |= {"parameters": 1_230_000, "propose_ms": 2.5, "fusion": {"taps": [0, 2], "mixes": [[0.75, 0.25]]}}
+    files["a"] |= {"parameters": 1_230_000, "cost": COST, "fusion": {"taps": [0, 2], "mixes": [[0.75, 0.25]]}}
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     results = load_results(tmp_path, config, recipes)
     assert list(results) == ["a"], "b's file is of other settings"
     text = render(results, list(config.arms), ["q-t0"])
-    assert "| a |  | 1.23 M |  |  | 2.50 | 1.750 | 1.50x | NO, 1 of 2 |" in text
-    assert "| a | 15.0 | 1.50x | 1.750 | NO, 1 of 2 | 0.500 | 0.250 |" in text
+    assert "| a |  | 1.23 M |  |  | 2.5 | 12.5 | 1.750 | 1.40x | NO, 1 of 2 |" in text
+    assert "| a | 15.0 | 1.50x | 1.40x | 1.750 | NO, 1 of 2 | 0.500 | 0.250 |" in text
     assert "Not measured yet: b, c." in text
     del part["timed"]
     (tmp_path / "a.json").write_text(json.dumps(files["a"]))
     untimed = render(load_results(tmp_path, config, recipes), list(config.arms), ["q-t0"])
-    assert "| 1.750 |  |  |" in untimed and "| a |  |  | 1.750 |  | 0.500 | 0.250 |" in untimed
+    assert "| 1.750 | 1.40x |  |" in untimed and "| a |  |  | 1.40x | 1.750 |  | 0.500 | 0.250 |" in untimed
     part["acceptance"]["setup"] = {**setup, "prompts": 3}
     (tmp_path / "a.json").write_text(json.dumps(files["a"]))
     assert not load_results(tmp_path, config, recipes)["a"]["measured"], "not of plain decoding's answers"

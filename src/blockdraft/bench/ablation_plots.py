@@ -71,7 +71,7 @@ def _acceptance(figure: Figure, measured: dict[str, dict[str, Any]]) -> Figure:
 def _cost(figure: Figure, arms: Results, measured: dict[str, dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     for part, by in measured.items():
-        known = {name: arms[name]["propose_ms"] for name in by if "propose_ms" in arms[name] and by[name]["tau"]}
+        known = {name: arms[name]["cost"]["propose_ms"] for name in by if "cost" in arms[name] and by[name]["tau"]}
         axes.plot(list(known.values()), [by[name]["tau"] for name in known], "o", label=part)
         for name, cost in known.items():
             axes.annotate(name, (cost, by[name]["tau"]), xytext=(4, 2), textcoords="offset points", fontsize="small")

@@ -11,9 +11,11 @@ from blockdraft.config import AblationConfig
 
 MEANINGS = (
     "tau: tokens per verify pass, the target's own included, over all answers of a part, which are plain decoding's. "
-    "draft k: share of the rounds in which drafts 1 to k were all accepted. The rest was measured on the timed prompts "
-    "of each part, plain decoding and the arm turn about. Tokens per second: median over prompts, prefill included; "
-    "over plain: median of the ratios prompt by prompt; identical: answers equal to plain decoding's, token by token."
+    "draft k: share of the rounds in which drafts 1 to k were all accepted. propose, verify: median time of a proposal "
+    "and of the target's pass over it, one request at a short context; expected: the rate that tau and these times "
+    "make, over plain decoding's pass of one token. The rest was measured on the timed prompts of each part, plain "
+    "decoding and the arm turn about. Tokens per second: median over prompts, prefill included; over plain: median of "
+    "the ratios prompt by prompt; identical: answers equal to plain decoding's, token by token."
 )
 Results = Mapping[str, dict[str, Any]]
 
@@ -48,6 +50,8 @@ def own_numbers(result: Mapping[str, Any], part: str) -> dict[str, Any] | None:
     shares = list(accepted["acceptance_by_position"])
     shares += [0.0] * (result.get("max_drafts", 0) - len(shares))
     numbers = {"tau": accepted["tau"], "acceptance_by_position": shares, "setup": accepted["setup"]}
+    if cost := result.get("cost"):
+        numbers["expected"] = accepted["tau"] * cost["plain_ms"] / (cost["propose_ms"] + cost["verify_ms"])
     if TIMED in measured:
         (own,) = [arm for arm in measured[TIMED]["arms"] if arm["name"] == result["name"]]
         numbers |= {key: own[key] for key in ("tokens_per_second", "identical_answers", "compared_answers")}
@@ -57,8 +61,8 @@ def own_numbers(result: Mapping[str, Any], part: str) -> dict[str, Any] | None:
 
 def render(results: Results, arms: Sequence[str], parts: Sequence[str]) -> str:
     """Markdown: all arms in one table, one more for each part, and what the numbers are."""
-    heads = ["arm", "changes", "parameters", "steps", "minutes", "propose, ms"]
-    heads += [f"{part}: {what}" for part in parts for what in ("tau", "over plain")] + ["identical"]
+    heads = ["arm", "changes", "parameters", "steps", "minutes", "propose, ms", "verify, ms"]
+    heads += [f"{part}: {what}" for part in parts for what in ("tau", "expected")] + ["identical"]
     lines = _table(heads, [_overview(name, result, parts) for name, result in results.items()])
     for part in parts:
         lines += ["", *_part(results, part)]
@@ -71,19 +75,19 @@ def render(results: Results, arms: Sequence[str], parts: Sequence[str]) -> str:
 def _overview(name: str, result: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
     training = result.get("training")
     changes = ", ".join(f"{key} {value}" for key, value in result.get("changes", {}).items())
-    parameters, propose = result.get("parameters"), result.get("propose_ms")
+    parameters, cost = result.get("parameters"), result.get("cost")
     cells = [
         name,
         changes,
         f"{parameters / 1e6:.2f} M" if parameters is not None else "",
         str(training["steps"]) if training else "",
         f"{training['seconds'] / 60:.1f}" if training else "",
-        f"{propose:.2f}" if propose is not None else "",
+        *(f"{cost[name]:.1f}" if cost else "" for name in ("propose_ms", "verify_ms")),
     ]
     same = compared = 0
     for part in parts:
         own = own_numbers(result, part)
-        cells += [_number(own["tau"]) if own else "", _times(own)]
+        cells += [_number(own["tau"]), _times(own.get("expected"))] if own else ["", ""]
         same += own.get("identical_answers", 0) if own else 0
         compared += own.get("compared_answers", 0) if own else 0
     return [*cells, _identical(same, compared)]
@@ -95,12 +99,14 @@ def _part(results: Results, part: str) -> list[str]:
     if not measured:
         return [f"{part}: not measured yet."]
     width = max(len(own["acceptance_by_position"]) for own in measured.values())
-    heads = ["arm", "tokens/s", "over plain", "tau", "identical", *(f"draft {k + 1}" for k in range(width))]
+    heads = ["arm", "tokens/s", "over plain", "expected", "tau", "identical", *(f"draft {k + 1}" for k in range(width))]
     rows = []
     for name, own in measured.items():
         shares = [f"{share:.3f}" for share in own["acceptance_by_position"]]
         rate = own.get("tokens_per_second")
-        cells = [name, f"{rate['median']:.1f}" if rate else "", _times(own), _number(own["tau"])]
+        over = own.get("over_plain", {}).get("median")
+        cells = [name, f"{rate['median']:.1f}" if rate else "", _times(over), _times(own.get("expected"))]
+        cells.append(_number(own["tau"]))
         cells += [_identical(own.get("identical_answers", 0), own.get("compared_answers", 0)), *shares]
         rows.append(cells + [""] * (width - len(shares)))
     setup = next(iter(measured.values()))["setup"]
@@ -141,8 +147,8 @@ def _number(value: float | None) -> str:
     return f"{value:.3f}" if value is not None else ""
 
 
-def _times(own: Mapping[str, Any] | None) -> str:
-    return f"{own['over_plain']['median']:.2f}x" if own and "over_plain" in own else ""
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.2f}x" if ratio is not None else ""
 
 
 def _identical(same: int, compared: int) -> str:

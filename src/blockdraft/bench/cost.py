@@ -1,4 +1,4 @@
-"""What a draft costs: the time of one proposal.
+"""What a round costs: the time of one proposal, and of the target's passes over one token and over a block.
 
 Letters: S prompt tokens, T taps, D hidden width.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,11 +26,30 @@ def propose_seconds(target: Target, drafter: Drafter, ids: Sequence[int], repeat
     read = target.forward(tokens[:, :-1], target.new_cache(1, len(ids)), [0], keep_logits=1)
     state = drafter.new_state(1, len(ids) + drafter.block_size + 1)
     drafter.observe(state, [0], tokens[:, :-1], read.taps, [len(ids) - 1])
+    return _median(lambda: drafter.propose(state, [0], tokens[:, -1]), repeats, device)
+
+
+@torch.inference_mode()
+def pass_seconds(target: Target, ids: Sequence[int], width: int, taps: Sequence[int] = (), repeats: int = 20) -> float:
+    """Median seconds of the target's pass over `width` tokens of one row that has read S tokens, S >= `width`."""
+    tokens = torch.tensor([list(ids)], device=target.info.device)
+    target.set_taps(taps)
+    cache = target.new_cache(1, len(ids) + width)
+    target.forward(tokens, cache, [0], keep_logits=1)
+
+    def once() -> None:
+        cache.truncate([0], [len(ids)])
+        target.forward(tokens[:, :width], cache, [0])
+
+    return _median(once, repeats, target.info.device)
+
+
+def _median(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     seconds = []
     for _ in range(WARM_UP + repeats):
         _wait(device)
         began = time.perf_counter()
-        drafter.propose(state, [0], tokens[:, -1])
+        run()
         _wait(device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[WARM_UP:])

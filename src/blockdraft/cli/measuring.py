@@ -101,7 +101,7 @@ class Measuring:
         if not self.timing:
             return
         about["machine"] = machine()
-        about["propose_ms"] = self._propose_ms(llm.drafter)
+        about["cost"] = self._cost(llm.drafter)
         for part in missing(about, self.parts, TIMED):
             say(self.console, f"{arm}: {part.key}, timing {len(part.timed)} prompts")
             arms = [self._arm(PLAIN, None, part), self._arm(arm, llm.drafter, part)]
@@ -145,14 +145,18 @@ class Measuring:
             }
         return about
 
-    def _propose_ms(self, drafter: Drafter | None) -> float:
-        """The median time of one proposal after the first prompt."""
-        from blockdraft.bench.cost import propose_seconds
+    def _cost(self, drafter: Drafter | None) -> dict[str, Any]:
+        """Median times after the first prompt: a proposal, the target's pass over it, and over a single token."""
+        from blockdraft.bench.cost import pass_seconds, propose_seconds
 
-        if drafter is None:
-            return 0.0
         ids = self.chat.encode([{"role": "user", "content": self.parts[0].prompts[0].turns[0]}])
-        return round(propose_seconds(self.target, drafter, ids) * 1000, 4)
+        width, taps = (1, ()) if drafter is None else (drafter.max_drafts + 1, drafter.tap_ids)
+        seconds = {
+            "propose_ms": 0.0 if drafter is None else propose_seconds(self.target, drafter, ids),
+            "verify_ms": pass_seconds(self.target, ids, width, taps),
+            "plain_ms": pass_seconds(self.target, ids, 1),
+        }
+        return {name: round(value * 1000, 4) for name, value in seconds.items()} | {"context_tokens": len(ids)}
 
     def _arm(self, name: str, drafter: Any, part: Part) -> Arm:
         from blockdraft.cli.wiring import engine_arm, make_engine
