@@ -14,7 +14,7 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "docs" / "ablations.md")
+TEXTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("training", "ablations", "doctor")))
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 
 
@@ -69,7 +69,7 @@ def shrink(words: list[str]) -> list[str]:
         words = [*words, "--target", "target"]
     if words[0] in ("generate", "bench"):
         words = [*words, "--drafter", "drafter"]
-    for option, small in (("--max-tokens", "24"), ("--limit", "2")):
+    for option, small in (("--max-tokens", "24"), ("--limit", "2"), ("--target", "target")):
         if option in words:
             words[words.index(option) + 1] = small
     return words
@@ -78,7 +78,7 @@ def shrink(words: list[str]) -> list[str]:
 def test_the_commands_run_on_tiny_models(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the README's order, because later lines use what earlier ones made."""
     lines = commands()
-    assert {line[1] for line in lines} == {"generate", "info", "bench", "regenerate", "train"}
+    assert {line[1] for line in lines} == {"generate", "info", "bench", "regenerate", "train", "doctor"}
     for line in lines:
         if line[1] == "train":
             recipe = stage / line[2]
@@ -88,7 +88,9 @@ def test_the_commands_run_on_tiny_models(stage: Path, capsys: pytest.CaptureFixt
                 "data: {files: [answers.jsonl], held_out: 0.2, min_answer_tokens: 4}\n"
                 "drafter: {num_layers: 1, block_size: 4, num_taps: 1}\n"
             )
-        assert run(shrink(line)) == 0, (line, capsys.readouterr().err)
+        # A random target may say anything, a mask token too, and the doctor then says so by its exit code.
+        allowed = (0, 1) if line[1] == "doctor" else (0,)
+        assert run(shrink(line)) in allowed, (line, capsys.readouterr().err)
     assert (stage / "results" / "bench-gsm8k-t0.json").is_file()
 
 
