@@ -1,0 +1,369 @@
+"""EAGLE-3 and MTP: training rows are cached drafting, each step is what was published, folders are strict."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, tiny_target
+
+from blockdraft.config import ConfigError, DrafterConfig
+from blockdraft.drafters.block import initialise
+from blockdraft.drafters.chain import ChainDrafter, ChainModel
+from blockdraft.drafters.checkpoint import eagle_taps, load_drafter, load_model, save_drafter
+from blockdraft.drafters.families import EagleModel, MTPModel, new_model
+
+MEMBERS = {
+    "eagle3": {"family": "eagle3", "tap_ids": (0, 1, 3), "draft_vocab_size": 40},
+    "eagle3-normed": {"family": "eagle3", "tap_ids": (0, 1, 3), "norm_before_residual": True},
+    "mtp": {"family": "mtp", "tap_ids": (3,), "draft_vocab_size": 40},
+    "mtp-2": {"family": "mtp", "tap_ids": (3,), "num_layers": 2},
+}
+
+
+def chain_config(member="eagle3", **changes):
+    values = dict(
+        hidden_size=32,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=VOCAB,
+        block_size=5,
+        num_target_layers=4,
+        anchor_drafts=True,
+    )
+    return DrafterConfig(**{**values, **MEMBERS[member], **changes})
+
+
+def random_chain(config, seed=0):
+    model = new_model(config)
+    assert isinstance(model, ChainModel)
+    initialise(model, seed, std=0.3)
+    return model.eval()
+
+
+def ids_of(config):
+    """What a reduced head can say: every second id and a little more."""
+    return None if config.draft_vocab_size is None else torch.arange(1, 1 + 2 * config.draft_vocab_size, 2)
+
+
+def said(target, ids, config):
+    """The taps of texts [B, S]: [B, S, T, D]."""
+    target.set_taps(config.tap_ids)
+    return target.forward(ids, target.new_cache(len(ids), 64), list(range(len(ids)))).taps
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+@torch.no_grad()
+def test_training_rows_equal_cached_drafting_at_every_anchor(member):
+    config = chain_config(member)
+    model, target, length = random_chain(config), tiny_target("llama"), 13
+    ids = torch.randint(0, 90, (1, length), generator=torch.Generator().manual_seed(1))
+    taps = said(target, ids, config)
+
+    # drafting: token after token, the cache growing by what was committed; a rejected draft comes along
+    seen, proposed = [], []
+    handle = model.norm.register_forward_hook(lambda module, args, output: seen.append(output[0, 0]))
+    drafter = ChainDrafter(model, target, ids_of(config))
+    state = drafter.new_state(2, 64)
+    for anchor in range(length):
+        proposed.append(drafter.propose(state, [1], ids[:, anchor]).tokens[0])
+        new = slice(anchor, anchor + 2)
+        drafter.observe(state, [1], ids[:, new], taps[:, new], [1])
+    handle.remove()
+    proposed, seen = torch.stack(proposed), torch.stack(seen).view(length, config.block_size, -1)
+    assert proposed.shape == (length, config.max_drafts) == (length, config.block_size)
+
+    # training: one pass, a chain at every anchor, had the answer been what was drafted
+    anchors = torch.arange(length)[None]
+    positions = anchors[..., None] + torch.arange(config.block_size)
+    inputs = torch.cat([ids[0, :, None], proposed[:, :-1]], dim=1)[None]
+
+    def rows(taps):
+        context = model.context(taps, torch.arange(length)[None], target.embed(ids))
+        return model(target.embed(inputs), positions, context, anchors, context.before(anchors))[0]
+
+    torch.testing.assert_close(rows(taps), seen, rtol=1e-3, atol=3e-4)  # a chain hands its rounding on
+    # control: features of the token itself, or of two before, are another drafter
+    for shift in (-1, 1):
+        assert (rows(taps.roll(shift, dims=1)) - seen)[3:].abs().amax(dim=(1, 2)).min() > 0.1
+
+
+@torch.no_grad()
+def slow_eagle(model, embedding, taps, tokens, anchor, drafts):
+    """EAGLE-3 from its description, one number of one row at a time: logits after the anchor and after each draft.
+
+    Rows are (embedding of a token, features of the token before it); attention is over all of them, causal.
+    """
+    weights, config = model.state_dict(), model.config
+    groups, width = config.num_kv_heads, config.head_dim
+
+    def norm(x, name):
+        return x / (x.pow(2).mean() + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def turned(x, position):  # rotary, pair by pair
+        half, result = width // 2, x.clone()
+        for i in range(half):
+            angle = torch.tensor(position * config.rope_theta ** (-2 * i / width))
+            a, b = x[..., i], x[..., i + half]
+            result[..., i], result[..., i + half] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return result
+
+    keys, values = [], []
+
+    def row(token, features, position):
+        x = torch.cat([norm(embedding[token], "midlayer.input_layernorm"), norm(features, "midlayer.hidden_norm")])
+        q, k, v = (weights[f"midlayer.self_attn.{name}_proj.weight"] @ x for name in "qkv")
+        keys.append(turned(k.view(groups, width), position))
+        values.append(v.view(groups, width))
+        query, mixed = turned(q.view(config.num_heads, width), position), []
+        for head in range(config.num_heads):
+            group = head * groups // config.num_heads
+            scores = torch.stack([query[head] @ key[group] for key in keys]) / width**0.5
+            mixed.append(sum(p * value[group] for p, value in zip(scores.softmax(0), values, strict=True)))
+        residual = norm(features, "midlayer.hidden_norm") if config.norm_before_residual else features
+        x = residual + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        y = norm(x, "midlayer.post_attention_layernorm")
+        gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
+        return x + weights["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+
+    fused = [weights["fc.weight"] @ torch.cat(list(tap)) for tap in taps]
+    for position in range(1, anchor):
+        row(tokens[position], fused[position - 1], position)
+    features, logits = fused[anchor - 1], []
+    for k, token in enumerate([tokens[anchor], *drafts]):
+        features = row(token, features, anchor + k)
+        logits.append(weights["lm_head.weight"] @ norm(features, "norm"))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("member", ["eagle3", "eagle3-normed"])
+@torch.no_grad()
+def test_eagle_is_its_description(member):
+    config = chain_config(member)
+    model, target = random_chain(config), tiny_target("llama")
+    for parameter in model.parameters():  # norms of one would hide a norm left out
+        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(0, 90, (2, 12), generator=torch.Generator().manual_seed(3))
+    taps = said(target, ids, config)
+    context = model.context(taps, torch.arange(12).expand(2, -1), target.embed(ids))
+    anchors = torch.tensor([[3, 7], [1, 6]])
+    positions = anchors[..., None] + torch.arange(5)
+    inputs = ids.gather(1, positions.flatten(1)).view_as(positions)
+    hidden = model(target.embed(inputs), positions, context, anchors, context.before(anchors))
+    ours = model.lm_head(hidden)
+    embedding = target.embed(torch.arange(VOCAB))
+    for b in range(2):
+        for a in range(2):
+            anchor = int(anchors[b, a])
+            slow = slow_eagle(model, embedding, taps[b], ids[b].tolist(), anchor, inputs[b, a, 1:].tolist())
+            torch.testing.assert_close(ours[b, a], slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_mtp_is_its_description():
+    """One causal pass per step over all rows so far: what is fed back is the output before the final norm."""
+    config = chain_config("mtp-2")
+    model, target = random_chain(config), tiny_target("llama")
+    ids = torch.randint(0, 90, (1, 9), generator=torch.Generator().manual_seed(4))
+    taps, anchor = said(target, ids, config), 5
+    context = model.context(taps[:, :anchor], torch.arange(anchor)[None], target.embed(ids[:, :anchor]))
+    at = torch.tensor([[anchor]])
+    positions = at[..., None] + torch.arange(4)
+    ours = model(target.embed(ids[:, None, anchor:]), positions, context, at, context.before(at))[0, 0]
+
+    def norm(x, weight):
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    features, nothing = [taps[0, p - 1, 0] for p in range(1, anchor + 1)], torch.zeros(1, 2, 0, 16)
+    for k in range(4):
+        tokens = target.embed(ids[0, 1 : anchor + 1 + k])
+        parts = (
+            norm(tokens, model.pre_fc_norm_embedding.weight),
+            norm(torch.stack(features), model.pre_fc_norm_hidden.weight),
+        )
+        x = (torch.cat(parts, dim=-1) @ model.fc.weight.T)[None, None]
+        row = torch.arange(1, anchor + 1 + k)[None, None]
+        for layer in model.layers:
+            x, _ = layer(x, model._tables(row, x.dtype), (nothing, nothing), torch.zeros(1, 1), row, True)
+        features.append(x[0, 0, -1])
+        torch.testing.assert_close(ours[k], norm(x[0, 0, -1], model.norm.weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+@torch.no_grad()
+def test_rows_of_a_batch_draft_as_they_do_alone_and_twice_the_same(member):
+    config = chain_config(member)
+    target = tiny_target("llama")
+    drafter = ChainDrafter(random_chain(config), target, ids_of(config))
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 90, (3, 12), generator=generator)
+    taps = torch.randn(3, 12, len(config.tap_ids), 32, generator=generator)
+    anchors = torch.tensor([7, 8, 9])
+    slots, together = [2, 0, 3], drafter.new_state(4, 64)
+    commits = [([3, 9, 0], 9), ([2, 1, 3], 3), ([1, 1, 2], 2)]  # how many of each row's next tokens; how many passed
+    for row in slots:
+        drafter.reset(together, row)
+    for counts, width in commits:
+        drafter.observe(together, slots, tokens[:, :width], taps[:, :width], counts)
+        drafter.propose(together, slots, anchors)  # of a round that is then interrupted
+    proposal = drafter.propose(together, slots, anchors)
+    assert torch.equal(drafter.propose(together, slots, anchors).tokens, proposal.tokens)
+    for b in range(3):
+        alone = drafter.new_state(1, 64)
+        for counts in (counts for counts, _ in commits if counts[b]):
+            one = slice(b, b + 1), slice(counts[b])
+            drafter.observe(alone, [0], tokens[one], taps[one], counts[b : b + 1])
+        assert torch.equal(drafter.propose(alone, [0], anchors[b : b + 1]).tokens[0], proposal.tokens[b])
+    drafter.reset(together, 2)  # another text in the slot
+    for row, b in ((2, 1),):
+        drafter.observe(together, [row], tokens[b : b + 1], taps[b : b + 1], [4])
+        fresh = drafter.new_state(1, 64)
+        drafter.observe(fresh, [0], tokens[b : b + 1], taps[b : b + 1], [4])
+        again = drafter.propose(together, [row], anchors[:1]).tokens
+        assert torch.equal(again, drafter.propose(fresh, [0], anchors[:1]).tokens)
+
+
+def test_a_slot_can_be_filled_to_its_end():
+    config = chain_config("eagle3")
+    drafter = ChainDrafter(random_chain(config), tiny_target("llama"), ids_of(config))
+    state = drafter.new_state(1, 64)
+    drafter.observe(state, [0], torch.zeros(1, 63, dtype=torch.long), torch.zeros(1, 63, 3, 32), [63])
+    assert drafter.propose(state, [0], torch.tensor([5])).tokens.shape == (1, 5)
+    drafter.observe(state, [0], torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 3, 32), [1])
+    assert state.lengths == [64]
+
+
+def test_shorter_chains_are_the_beginnings_of_longer_ones(tmp_path):
+    config, target = chain_config("eagle3"), tiny_target("llama")
+    save_drafter(tmp_path, random_chain(config), ids_of(config), {}, torch.float32)
+    long, short = load_drafter(tmp_path, target), load_drafter(tmp_path, target, block_size=2)
+    assert (long.max_drafts, short.max_drafts) == (5, 2)
+    drafts = []
+    for drafter in (long, short):
+        state = drafter.new_state(1, 64)
+        ids = torch.arange(7)[None]
+        drafter.observe(state, [0], ids, said(target, ids, config), [7])
+        drafts.append(drafter.propose(state, [0], torch.tensor([7])).tokens)
+    assert torch.equal(drafts[0][:, :2], drafts[1])
+    assert set(drafts[0].flatten().tolist()) <= set(ids_of(config).tolist())
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_saved_drafter_comes_back_equal(tmp_path, member):
+    config = chain_config(member, rope_theta=5e4, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    model, ids = random_chain(config), ids_of(config)
+    save_drafter(tmp_path, model, ids, {}, torch.float32)
+    loaded, loaded_ids = load_model(tmp_path)
+    assert type(loaded) is type(model) and loaded.config == config
+    assert (loaded_ids is None) == (ids is None) and (ids is None or torch.equal(loaded_ids, ids))
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_folders_have_the_published_names(tmp_path):
+    config = chain_config("eagle3")
+    save_drafter(tmp_path / "e", random_chain(config), ids_of(config), {})
+    tensors = load_file(tmp_path / "e" / "model.safetensors")
+    attention = {f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}
+    norms = {f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    mlp = {f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert set(tensors) == {*attention, *norms, *mlp, "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (64, 64)
+    assert tensors["fc.weight"].shape == (32, 96) and tensors["lm_head.weight"].shape == (40, 32)
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == (tensors["d2t"] + torch.arange(40)).tolist()
+    values = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["model_type"] == "llama"
+    assert values["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}
+    assert (values["draft_vocab_size"], values["norm_before_residual"], values["num_hidden_layers"]) == (40, False, 1)
+    save_drafter(tmp_path / "m", random_chain(chain_config("mtp-2")), None, {})
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    own = {f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert {name for name in tensors if not name.startswith("mtp.layers.")} == own
+    assert "mtp.layers.1.self_attn.q_norm.weight" in tensors
+
+
+def _drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def _other_tokens(tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+@pytest.mark.parametrize(
+    ("member", "damage", "message"),
+    [
+        ("eagle3", _drop("midlayer.hidden_norm.weight"), "lacks tensor 'midlayer.hidden_norm.weight'"),
+        ("eagle3", _drop("lm_head.weight"), "lacks tensor 'lm_head.weight'"),
+        ("eagle3", _drop("t2d"), "lacks tensor 't2d'"),
+        ("eagle3", _drop("d2t"), "draft_vocab_size is 40, but model.safetensors lacks 'd2t'"),
+        ("eagle3", _other_tokens, "'t2d' and 'd2t' do not name the same tokens"),
+        ("eagle3", lambda t: t.update({"midlayer.extra": torch.zeros(1)}), "unknown tensor 'midlayer.extra'"),
+        ("eagle3", lambda t: t.update({"fc.weight": torch.zeros(32, 64)}), r"'fc.weight' is \[32, 64\], expected"),
+        ("mtp", _drop("mtp.fc.weight"), "lacks tensor 'mtp.fc.weight'"),
+        ("mtp", lambda t: t.update({"norm.weight": torch.zeros(32)}), "unknown tensor 'norm.weight'"),
+    ],
+)
+def test_loading_is_strict(tmp_path, member, damage, message):
+    config = chain_config(member)
+    save_drafter(tmp_path, random_chain(config), ids_of(config), {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("member", "changes", "message"),
+    [
+        ("eagle3", {"eagle_config": None}, "'eagle_config' is missing"),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "it is not an EAGLE-3 drafter"),
+        ("eagle3", {"num_hidden_layers": 2}, "family 'eagle3' is one layer: num_layers is 2"),
+        ("eagle3", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("eagle3", {"mlp_bias": True}, "mlp_bias is not supported"),
+        ("mtp", {"mtp_config": {"target_layer_ids": [2, 3]}}, "listens to one layer"),
+        ("mtp", {"block_size": None}, "'block_size' is missing"),
+    ],
+)
+def test_settings_of_a_folder_are_checked(tmp_path, member, changes, message):
+    config = chain_config(member)
+    save_drafter(tmp_path, random_chain(config), ids_of(config), {})
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+    with pytest.raises(ConfigError, match=message) as error:
+        load_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "autoregressive"}, "order 'autoregressive' is for family 'block', not 'eagle3'"),
+        ({"injection": "input"}, "injection 'input' is for family 'block'"),
+        ({"fusion": "layerwise"}, "fusion 'layerwise' is for family 'block'"),
+        ({"markov_rank": 3}, "markov_rank '3' is for family 'block'"),
+        ({"anchor_drafts": False}, "set anchor_drafts"),
+        ({"mask_token_id": 3}, "family 'eagle3' has no masks: leave out mask_token_id"),
+        ({"is_causal": True}, "is_causal is for family 'block'"),
+        ({"layer_types": ("full_attention",)}, "layer_types is for family 'block'"),
+        ({"num_layers": 2}, "is one layer"),
+        ({"family": "mtp"}, "listens to one layer, the target's last: 3 taps"),
+        ({"family": "mtp", "tap_ids": (3,), "norm_before_residual": True}, "for family 'eagle3', not 'mtp'"),
+        ({"family": "block"}, "family 'block' needs a mask_token_id"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        DrafterConfig.parse({**chain_config("eagle3").model_dump(), **changes})
+    assert "\n" not in str(error.value)
+
+
+def test_eagles_three_layers():
+    assert eagle_taps(36) == (1, 17, 32) and eagle_taps(30) == (1, 14, 26)
+    with pytest.raises(ConfigError, match=r"no room for EAGLE-3's taps: set drafter.tap_ids"):
+        eagle_taps(4)
+    assert (EagleModel, MTPModel) == tuple(type(random_chain(chain_config(name))) for name in ("eagle3", "mtp"))
