@@ -61,7 +61,7 @@ class DraftShape(DraftAxes):
     def _preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = {**PRESETS.get(values.get("preset"), ({}, {}))[0], **values}
+        values = {**preset_settings(values.get("preset"))[0], **values}
         start = "peak" if values.get("fusion") == "layerwise" else "random"
         return {"fusion_init": start, **values}
 
@@ -92,7 +92,7 @@ class DraftShape(DraftAxes):
 
 
 # What other papers than DFlash's set otherwise: the drafter, and the decay of its loss.
-PRESETS: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dflare": (
         {"num_layers": 7, "num_taps": 9, "fusion": "layerwise", "context_projections": "separate"},
         {"gamma": 4.5, "schedule": "stairs", "gamma_step": 1.0, "gamma_max": 9.5},
@@ -107,6 +107,11 @@ PRESETS: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+
+
+def preset_settings(name: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a preset sets of the drafter, and of the loss; nothing if there is no such preset."""
+    return PRESETS.get(name, ({}, {})) if isinstance(name, str) else ({}, {})
 
 
 class LossConfig(Strict):
@@ -183,4 +188,5 @@ class TrainConfig(Strict):
         drafter, loss = values.get("drafter"), values.get("loss", {})
         preset = drafter.get("preset") if isinstance(drafter, dict) else getattr(drafter, "preset", None)
         own = not isinstance(loss, dict) or "schedule" in loss or loss.get("weights") == "uniform"
-        return values if preset not in PRESETS or own else {**values, "loss": {**PRESETS[preset][1], **loss}}
+        decay = preset_settings(preset)[1]
+        return values if own or not decay else {**values, "loss": {**decay, **loss}}

@@ -15,7 +15,7 @@ through Q steps (what EAGLE-3 calls training-time test), drafting takes its own 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,20 @@ from torch import Tensor
 
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.block import ContextCache
-from blockdraft.drafters.eagle import EagleLayer
 from blockdraft.drafters.head import reduced_head
-from blockdraft.drafters.layers import BlockLayer, KeysValues
+from blockdraft.drafters.layers import KeysValues, Tables
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
 from blockdraft.ops.layers import RMSNorm
+
+
+class ChainLayer(Protocol):
+    """A layer of a chain: it reads what `ChainModel.enter` or the layer before gives, called as `BlockLayer`."""
+
+    __call__: Any
+
+    def keys_values(self, x: Tensor, tables: Tables) -> KeysValues:
+        """What rows leave for others to see, whatever they see themselves: [..., G, E]."""
+        ...
 
 
 class ChainModel(DraftNetwork):
@@ -43,7 +52,7 @@ class ChainModel(DraftNetwork):
         """What the first layer reads of a row: two of [..., D] -> [..., its width]."""
         raise NotImplementedError
 
-    def stack(self) -> Sequence[BlockLayer | EagleLayer]:
+    def stack(self) -> Sequence[ChainLayer]:
         """The layers, in order."""
         raise NotImplementedError
 
@@ -53,8 +62,8 @@ class ChainModel(DraftNetwork):
         """Keys and values of committed tokens, and their features: taps [B, S, T, D] and embeddings [B, S, D].
 
         `past` None: they are the first ones of their texts.  Otherwise it is the context of those before them, with
-        the features [B, 1, D] in front of the first.  The last layer leaves its keys and values unattended: what it
-        would say at a committed token is not asked for.
+        the features [B, 1, D] in front of the first; the last layer's part of it is not looked at, because what that
+        layer would say at a committed token is not asked for.
         """
         assert taps is not None, "the caller sets the taps of its drafter"
         assert tokens is not None, "a drafter whose context is tokens is given them"
@@ -167,25 +176,35 @@ class ChainDrafter:
     ) -> None:
         """Write the keys and values of tokens just committed, once and for all."""
         assert taps is not None, "the engine sets the taps"
-        begins = [state.lengths[row] == 0 for row in rows]
+        assert state.features is not None, "a new state has them"
+        begins, latest = [state.lengths[row] == 0 for row in rows], state.features[list(rows)]
         for first in (True, False):  # beginnings of texts, whose first token has no row, go apart from the rest
             part = [b for b in range(len(rows)) if begins[b] == first]
             if part:
-                self._observe(state, [rows[b] for b in part], tokens[part], taps[part], [counts[b] for b in part])
+                some, few = [rows[b] for b in part], [counts[b] for b in part]
+                past = None if first else Context(self._gather(state, some, all_layers=False), latest[part][:, None])
+                latest[part] = self._write(state, some, tokens[part], taps[part], few, past)
+        state.features[list(rows)] = latest  # all rows or none: an interrupted round is done again
+        state.extend(rows, counts)
 
-    def _observe(self, state: ContextCache, rows: list[int], tokens: Tensor, taps: Tensor, counts: list[int]) -> None:
-        assert state.features is not None, "a new state has them"
+    def _write(
+        self,
+        state: ContextCache,
+        rows: list[int],
+        tokens: Tensor,
+        taps: Tensor,
+        counts: list[int],
+        past: Context | None,
+    ) -> Tensor:
+        """Write the slots behind those that are committed; returns the features after each row's last token [B, D]."""
         starts = torch.tensor([state.lengths[row] for row in rows], device=tokens.device)
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        past = Context(self._gather(state, rows), state.features[rows][:, None]) if starts.any() else None
         context = self.model.context(taps, positions, self.target.embed(tokens), past)
         for layer, (keys, values) in enumerate(context.layers):
             for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 new = slice(b, b + 1), slice(None), slice(count)
                 state.write(layer, [row], [state.lengths[row]], keys[new], values[new])
-        last = context.before(torch.tensor(counts, device=tokens.device)[:, None])
-        state.features[rows] = cast("Tensor", last)[:, 0]
-        state.extend(rows, counts)
+        return cast("Tensor", context.before(torch.tensor(counts, device=tokens.device)[:, None]))[:, 0]
 
     @torch.no_grad()
     def propose(self, state: ContextCache, rows: Sequence[int], anchors: Tensor) -> Proposal:
@@ -202,6 +221,7 @@ class ChainDrafter:
             chosen.append(tokens)
         return Proposal(torch.stack(chosen, dim=1))
 
-    def _gather(self, state: ContextCache, rows: Sequence[int]) -> list[KeysValues]:
+    def _gather(self, state: ContextCache, rows: Sequence[int], all_layers: bool = True) -> list[KeysValues]:
+        """Committed keys and values of every layer, or of all but the last."""
         longest = max(state.lengths[row] for row in rows)
-        return [state.gather(layer, rows, longest) for layer in range(self.config.num_layers)]
+        return [state.gather(layer, rows, longest) for layer in range(self.config.num_layers - (not all_layers))]

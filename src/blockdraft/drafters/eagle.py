@@ -1,14 +1,18 @@
-"""EAGLE-3's layer (arXiv 2503.01840): a Llama layer that reads an embedding and features side by side.
+"""EAGLE-3 (arXiv 2503.01840): one Llama layer that reads an embedding and features side by side.
 
-Letters: B rows, S context slots, A chains per row, Q rows of a chain, D hidden width, G key/value heads, E head width.
+Letters: B rows, S context slots, A chains per row, Q rows of a chain, T taps, D hidden width, G key/value heads, E head
+width, V' rows of the draft head.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.config import DrafterConfig
+from blockdraft.drafters.chain import ChainModel
 from blockdraft.drafters.layers import BlockSelfAttention, KeysValues, Tables
 from blockdraft.ops.layers import RMSNorm, SwiGLU
 
@@ -56,3 +60,27 @@ class EagleLayer(nn.Module):
         normed = self.hidden_norm(features)
         read = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return read, normed if self.norm_before_residual else features
+
+
+class EagleModel(ChainModel):
+    """EAGLE-3 (arXiv 2503.01840): one layer, features from three depths, a draft head of its own.
+
+    Tensor names are the published ones.  Output is fed back as it leaves the layer, before the final norm.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.fc = nn.Linear(len(config.tap_ids) * width, width, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.num_head_rows, bias=False)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        return self.fc(taps.flatten(-2))
+
+    def enter(self, embedding: Tensor, features: Tensor) -> Tensor:
+        return torch.cat([embedding, features], dim=-1)
+
+    def stack(self) -> Sequence[EagleLayer]:
+        return [self.midlayer]
