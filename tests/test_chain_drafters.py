@@ -4,11 +4,13 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_target
 
-from blockdraft.config import DrafterConfig
+from blockdraft.config import DrafterConfig, EngineConfig, SamplingParams
+from blockdraft.drafters.base import Proposal
 from blockdraft.drafters.block import initialise
 from blockdraft.drafters.chain import ChainDrafter, ChainModel
 from blockdraft.drafters.checkpoint import load_drafter, save_drafter
 from blockdraft.drafters.families import new_model
+from blockdraft.engine.engine import Engine
 
 MEMBERS = {
     "eagle3": {"family": "eagle3", "tap_ids": (0, 1, 3), "draft_vocab_size": 40},
@@ -221,6 +223,62 @@ def test_rows_of_a_batch_draft_as_they_do_alone_and_twice_the_same(member):
         drafter.observe(fresh, [0], tokens[b : b + 1], taps[b : b + 1], [4])
         again = drafter.propose(together, [row], anchors[:1]).tokens
         assert torch.equal(again, drafter.propose(fresh, [0], anchors[:1]).tokens)
+
+
+class Guided(ChainDrafter):
+    """Notes what each row has committed, and drafts what follows in texts that it is told, with errors."""
+
+    def __init__(self, *args, texts):
+        super().__init__(*args)
+        self.texts, self.committed = texts, {}
+
+    def reset(self, state, row):
+        super().reset(state, row)
+        self.committed[row] = []
+
+    def observe(self, state, rows, tokens, taps, counts):
+        super().observe(state, rows, tokens, taps, counts)
+        for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
+            self.committed[row] += ids[:count]
+
+    def propose(self, state, rows, anchors):
+        drafts = super().propose(state, rows, anchors).tokens
+        for b, (row, anchor) in enumerate(zip(rows, anchors.tolist(), strict=True)):
+            done = [*self.committed[row], anchor]
+            text = next(text for text in self.texts if text[: len(done)] == done)
+            for k, token in enumerate(text[len(done) : len(done) + self.max_drafts]):
+                drafts[b, k] = token + ((len(done) + k) % 5 == 0)
+        return Proposal(drafts)
+
+
+@pytest.mark.parametrize("member", ["eagle3", "mtp-2"])
+@torch.no_grad()
+def test_what_rounds_leave_is_what_one_pass_over_the_text_would(member):
+    config, target = chain_config(member), tiny_target("llama")
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in (1, 7, 30)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+
+    def answers(drafter):
+        engine = Engine(target, drafter, EngineConfig(slots=3, capacity=64))
+        requests = [engine.add(prompt, params) for prompt in prompts]
+        engine.run()
+        return engine, [request.output_ids for request in requests]
+
+    _, plain = answers(None)
+    texts = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
+    drafter = Guided(random_chain(config), target, texts=texts)
+    engine, drafted = answers(drafter)
+    assert drafted == plain and engine.stats.accepted > 30 and engine.stats.drafted > engine.stats.accepted + 10
+    state = engine.pair.state
+    for row, text in drafter.committed.items():
+        ids, length = torch.tensor([text]), len(text)
+        assert state.lengths[row] == length > 20
+        context = drafter.model.context(said(target, ids, config), torch.arange(length)[None], target.embed(ids))
+        for layer, (keys, values) in enumerate(context.layers):  # but slot 0, which nobody reads
+            torch.testing.assert_close(state.keys[layer][row, :, 1:length], keys[0, :, 1:], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(state.values[layer][row, :, 1:length], values[0, :, 1:], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(state.features[row], context.features[0, -1], rtol=1e-3, atol=1e-4)
 
 
 def test_a_slot_can_be_filled_to_its_end():
