@@ -112,6 +112,7 @@ def test_settings_of_a_folder_are_checked(tmp_path, member, changes, message):
         ({"layer_types": ("full_attention",)}, "layer_types is for family 'block'"),
         ({"num_layers": 2}, "is one layer"),
         ({"family": "mtp"}, "listens to one layer, the target's last: 3 taps"),
+        ({"family": "mtp", "tap_ids": (2,)}, r"the target's last layer: tap_ids must be \[3\]"),
         ({"family": "mtp", "tap_ids": (3,), "norm_before_residual": True}, "for family 'eagle3', not 'mtp'"),
         ({"family": "block"}, "family 'block' needs a mask_token_id"),
     ],

@@ -125,6 +125,9 @@ class DrafterConfig(DraftAxes):
             check_chain(self.family, self.num_layers, len(self.tap_ids), self.layer_types, self.sliding_window)
             if self.is_causal is not None:
                 raise ValueError(f"is_causal is for family 'block', not '{self.family}'")
+            if self.family == "mtp" and self.tap_ids != (self.num_target_layers - 1,):
+                last = self.num_target_layers - 1
+                raise ValueError(f"family 'mtp' listens to the target's last layer: tap_ids must be [{last}]")
         return self
 
     @property
