@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, SamplingParams
 from blockdraft.drafters.base import Drafter
-from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.drafters.block import BlockDrafter
+from blockdraft.drafters.chain import ChainDrafter
+from blockdraft.drafters.families import as_drafter, new_model
 from blockdraft.drafters.independent import IndependentDrafter
 from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
@@ -33,13 +35,17 @@ KINDS: dict[str, tuple[type[HFTarget | DenseTarget], str, dict[str, Any]]] = {
     "hf-qwen3": (HFTarget, "qwen3", {}),
     "dense-qwen3-mixed": (DenseTarget, "qwen3-mixed", MIXED),
 }
-AXES: dict[str, dict[str, Any]] = {  # real block drafters, with random weights
+AXES: dict[str, dict[str, Any]] = {  # real drafters, with random weights
     "dflash": {},
     "dflare": {"fusion": "layerwise", "context_projections": "separate"},
     "autoregressive": {"order": "autoregressive", "anchor_drafts": True},
     "input": {"injection": "input"},
+    "eagle3": {"family": "eagle3", "anchor_drafts": True, "mask_token_id": None, "num_layers": 1},
+    "mtp": {"family": "mtp", "anchor_drafts": True, "mask_token_id": None, "tap_ids": (1,)},
 }
-DRAFTERS = ("unrelated", "wrong", "right", "mixed", *AXES, "ngram", "model", "lookup")
+CHAINS = ("eagle3", "mtp")
+BLOCKS = tuple(name for name in AXES if name not in CHAINS)
+DRAFTERS = ("unrelated", "wrong", "right", "mixed", *BLOCKS, "ngram", "model", "lookup")
 LAYERS = 2  # of a target
 LENGTH = 28  # tokens of a reference
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -150,11 +156,11 @@ def shorten(reference: Reference, capacity: int, rng: random.Random) -> tuple[Sa
 
 def make_drafter(case: Case) -> Drafter:
     if case.drafter in AXES:
-        return block_drafter(case.kind, case.max_drafts + 1, case.drafter)
+        return trained_drafter(case.kind, case.max_drafts + 1, case.drafter)
     if case.drafter == "ngram":
         return NgramDrafter(NgramConfig(max_drafts=case.max_drafts))
     if case.drafter == "lookup":
-        other = block_drafter(case.kind, case.max_drafts + 1, "dflash")
+        other = trained_drafter(case.kind, case.max_drafts + 1, "dflash")
         return LookupDrafter(other, NgramConfig(longest=2, shortest=1))
     if case.drafter == "model":
         return IndependentDrafter(neighbour(case.kind), target(case.kind).info, case.max_drafts)
@@ -169,24 +175,25 @@ def make_drafter(case: Case) -> Drafter:
     return OracleDrafter(case.max_drafts, VOCAB, known, spoil[case.drafter])
 
 
-def block_drafter(kind: str, block_size: int, member: str = "dflash") -> BlockDrafter:
+def trained_drafter(kind: str, block_size: int, member: str) -> BlockDrafter | ChainDrafter:
     """One of `AXES`; where every draft is a pass of its own, blocks are short."""
-    config = DrafterConfig(
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        intermediate_size=32,
-        vocab_size=VOCAB,
-        block_size=min(block_size, 5) if member == "autoregressive" else block_size,
-        mask_token_id=VOCAB - 1,
-        tap_ids=(0, 1),
-        num_target_layers=LAYERS,
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "vocab_size": VOCAB,
+        "mask_token_id": VOCAB - 1,
+        "tap_ids": (0, 1),
+        "num_target_layers": LAYERS,
         **AXES[member],
-    )
+    }
+    short = member in ("autoregressive", *CHAINS)
+    config = DrafterConfig(block_size=min(block_size, 5) if short else block_size, **shape)
     torch.manual_seed(block_size)
-    return BlockDrafter(BlockModel(config).eval(), target(kind))
+    return as_drafter(new_model(config).eval(), target(kind), None, member)
 
 
 def run_case(case: Case) -> list[Request]:

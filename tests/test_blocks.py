@@ -164,8 +164,8 @@ def slow_loss(hidden, blocks, head, index, teacher, soft, markov=None, ids=None)
 
 @pytest.mark.parametrize("soft", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("anchor_drafts", [False, True])
-@pytest.mark.parametrize("rank", [None, 3])
-def test_loss_and_gradients_equal_the_oracle(soft, anchor_drafts, rank):
+@pytest.mark.parametrize(("rank", "own_head"), [(None, False), (3, False), (None, True)])
+def test_loss_and_gradients_equal_the_oracle(soft, anchor_drafts, rank, own_head):
     generator = torch.Generator().manual_seed(0)
     ids, mask, anchors = sequences()
     config = drafter(anchor_drafts=anchor_drafts)
@@ -182,6 +182,8 @@ def test_loss_and_gradients_equal_the_oracle(soft, anchor_drafts, rank):
     torch.manual_seed(0)
     markov = MarkovHead(38, rank) if rank else None
     learned = [hidden, *markov.parameters()] if markov else [hidden]
+    if own_head:
+        learned.append(head.requires_grad_())
     ours = block_loss(hidden, blocks, head, index, teacher, config, LossConfig(soft_weight=soft, chunk_rows=3), markov)
     gradients = torch.autograd.grad(ours.loss * 2, learned)
     expected = slow_loss(hidden, blocks, head, index, teacher, soft, markov, ids)

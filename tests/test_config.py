@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,14 @@ def test_a_preset_is_what_its_paper_sets_and_each_setting_can_be_another() -> No
     assert parse({"preset": "dflare"}, loss={"schedule": "constant"}).loss.gamma == 7.0
     assert parse({"preset": "dflare"}, loss={"weights": "uniform"}).loss.schedule == "constant"
     assert parse({}).loss.schedule == "constant" and parse({}).drafter.fusion == "shared"
+    eagle, mtp = parse({"preset": "eagle3"}), parse({"preset": "mtp", "block_size": 6}, loss={"gamma": 2.0})
+    shape = eagle.drafter
+    assert (shape.family, shape.num_layers, shape.num_taps, shape.block_size) == ("eagle3", 1, 3, 7)
+    assert shape.anchor_drafts and math.exp(-1 / eagle.loss.gamma) == pytest.approx(0.8, abs=1e-3)
+    assert (mtp.drafter.family, mtp.drafter.num_taps, mtp.drafter.block_size, mtp.loss.gamma) == ("mtp", 1, 6, 2.0)
+    assert TrainConfig.parse(eagle.model_dump()) == eagle
+    with pytest.raises(ConfigError, match=r"drafter\.preset: Input should be"):
+        parse({"preset": ["eagle3"]})
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,15 @@ def test_a_preset_is_what_its_paper_sets_and_each_setting_can_be_another() -> No
         ("drafter", {"context_init": "copied"}, "needs context_projections 'separate'"),
         ("drafter", {"injection": "none", "preset": "dflare"}, "fusion 'layerwise' needs injection 'kv'"),
         ("drafter", {"order": "autoregressive"}, "drafter: order 'autoregressive' .* set anchor_drafts"),
+        ("drafter", {"preset": "eagle3", "fusion": "layerwise"}, "fusion 'layerwise' is for family 'block'"),
+        ("drafter", {"preset": "eagle3", "init": "target"}, "its layer reads twice the width of a target's"),
+        ("drafter", {"preset": "eagle3", "num_layers": 2}, "is one layer: num_layers is 2"),
+        ("drafter", {"preset": "eagle3", "mask_token_id": 3}, "'eagle3' has no masks"),
+        ("drafter", {"preset": "eagle3", "anchor_drafts": False}, "set anchor_drafts"),
+        ("drafter", {"preset": "mtp", "num_taps": 2}, "the target's last: 2 taps are asked for"),
+        ("drafter", {"preset": "mtp", "fusion_init": "whitened"}, "which fuses no taps"),
+        ("drafter", {"preset": "mtp", "layer_types": ["full_attention"]}, "layer_types is for family 'block'"),
+        ("drafter", {"preset": "mtp", "sliding_window": 8}, "sliding_window is for family 'block'"),
         ("loss", {"gamma_max": 9.0}, "loss: gamma_max is where a schedule ends"),
         ("loss", {"schedule": "stairs"}, "needs a gamma_max"),
         ("loss", {"schedule": "linear", "gamma_max": 3.0}, "not below gamma=7.0"),
@@ -121,7 +139,8 @@ def test_recipes_that_make_no_sense(section: str, values: dict[str, Any], messag
 
 
 def test_recipes_can_be_read() -> None:
-    paths = sorted((Path(__file__).parent.parent / "recipes").glob("*dfla*.yaml"))
-    assert len(paths) >= 4
+    folder = Path(__file__).parent.parent / "recipes"
+    paths = [path for path in sorted(folder.glob("*.yaml")) if not path.stem.startswith("ablation")]
+    assert len(paths) >= 6
     for path in paths:
         assert load_config(TrainConfig, path).drafter.preset in path.stem

@@ -6,11 +6,12 @@ limits and stops (worked out by hand on the reference), and runs them together w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import DRAFTERS, KINDS, LENGTH, SETTINGS, Case, make_case, references, run_case, target, untouched
+from cases import CHAINS, DRAFTERS, KINDS, LENGTH, SETTINGS, Case, make_case, references, run_case, target, untouched
 from fakes import FakeDrafter, OracleDrafter
 
 from blockdraft.cache import KVCache
@@ -39,6 +40,16 @@ def test_every_answer_is_the_targets_own(part: int) -> None:
     enough = accepted["right"] > 25 and min(accepted["mixed"], accepted["model"]) > 3
     assert enough and accepted["ngram"] + accepted["lookup"] > 2, "drafts must be accepted, or nothing was tried"
     assert accepted["wrong"] == 0, "a wrong draft was accepted"
+
+
+@pytest.mark.parametrize("drafter", CHAINS)
+def test_answers_drafted_by_chains_are_the_targets_own(drafter: str) -> None:
+    drafted = {0.0: 0, 0.7: 0, 1.0: 0}
+    for seed in range(48):
+        case = replace(make_case(seed), drafter=drafter)
+        for (reference, *_), request in zip(case.requests, run_case(case), strict=True):
+            drafted[reference.params.temperature] += request.stats.drafted
+    assert min(drafted.values()) > 100, "every temperature was drafted for"
 
 
 def test_the_cases_reach_what_they_are_meant_to() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_block_drafter import drafter_config
+from test_chain_drafters import chain_config
 from torch import Tensor
 from training import recipe, run, write_answers
 
@@ -23,6 +24,7 @@ from blockdraft.cli.wiring import held_out_acceptance
 from blockdraft.config import ConfigError, EngineConfig, OptimConfig, SamplingParams
 from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import load_model
+from blockdraft.drafters.families import new_model
 from blockdraft.drafters.fusion import bell_weights, peak_weights
 from blockdraft.drafters.head import draft_index
 from blockdraft.engine.engine import Engine
@@ -36,6 +38,8 @@ from blockdraft.train.weights import Weights, checkpoints, learning_rate
 
 DFLARE = {"preset": "dflare", "tap_ids": [0, 2, 3], "fusion_init": "bell", "context_init": "copied"}
 TOKEN_BY_TOKEN = {"order": "autoregressive", "anchor_drafts": True, "markov_rank": None}
+EAGLE = {"preset": "eagle3", "num_layers": 1, "tap_ids": [0, 2, 3], "markov_rank": None}
+MTP = {"preset": "mtp", "num_layers": 1, "markov_rank": None}
 
 
 @pytest.fixture
@@ -75,6 +79,8 @@ def fake_tau(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list
         {"optim": {"name": "muon"}, "drafter": {"fusion_init": "whitened"}},
         {"drafter": DFLARE, "optim": {"name": "muon"}, "loss": {"schedule": "linear", "gamma": 2.0, "gamma_max": 4.0}},
         {"drafter": TOKEN_BY_TOKEN, "anchor_mode": "fixed"},
+        {"drafter": {**EAGLE, "fusion_init": "whitened"}, "optim": {"name": "muon"}},
+        {"drafter": MTP, "dtype": "bfloat16"},
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(base: Path, changes: dict[str, Any]) -> None:
@@ -85,7 +91,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(base: Path, changes: dict[str, A
     embed, calls = target.embed, []
 
     def stops(ids: Tensor) -> Tensor:
-        calls.append(1)
+        calls.extend([1] * (ids.dim() == 3))  # the blocks of a step; some drafters ask for the context's tokens too
         if len(calls) == 6:
             raise RuntimeError("power cut")
         return embed(ids)
@@ -242,6 +248,55 @@ def test_the_mixes_of_a_layerwise_fusion_are_not_moved_as_a_matrix() -> None:
     assert id(weights.masters["layers.0.mlp.up_proj.weight"]) in muon and not adam & muon
 
 
+def test_a_head_of_its_own_moves_as_far_as_the_matrices() -> None:
+    for name, share in (("muon", 0.2), ("adamw", 1.0)):
+        model = new_model(chain_config("eagle3"))
+        weights = Weights(model, OptimConfig(name=name, lr=1e-2, warmup_ratio=0.0), torch.float32, torch.device("cpu"))
+        before = {key: value.clone() for key, value in weights.masters.items()}
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 1e-3
+        weights.update(0, 10)
+        moved = {key: (weights.masters[key] - before[key]).abs().mean() for key in before}
+        assert float(moved["lm_head.weight"]) == pytest.approx(share * 1e-2, rel=1e-2)
+        assert float(moved["norm.weight"]) == pytest.approx(1e-2, rel=1e-2)
+        assert share / 2 < float(moved["fc.weight"]) / 1e-2 < share * 1.01
+
+
+def test_eagles_head_starts_as_the_targets_and_goes_on_as_its_own(base: Path) -> None:
+    still = {"steps": 1, "optim": {"lr": 1e-12, "ema": 0.0}}
+    run(recipe(base, drafter=EAGLE, **still), base / "still")
+    model, ids = load_model(base / "still" / "last")
+    target = load_target(recipe(base).target)
+    assert ids is not None and model.lm_head is not None
+    assert torch.allclose(model.lm_head.weight, target.head_rows(ids).bfloat16().float(), atol=1e-6)
+    run(recipe(base, drafter=EAGLE), base / "run")
+    learned, _ = load_model(base / "run" / "last")
+    assert learned.lm_head is not None
+    assert not torch.allclose(learned.lm_head.weight, model.lm_head.weight, atol=1e-3)
+    # from its folder, with another draft vocabulary: known tokens keep their rows, new ones have the target's
+    warm = {**EAGLE, "warm_start": str(base / "run" / "last"), "draft_vocab_size": 50}
+    run(recipe(base, drafter=warm, **still), base / "warm")
+    wider, more = load_model(base / "warm" / "last")
+    assert more is not None and wider.lm_head is not None and len(more) == 50
+    for row, token in enumerate(more.tolist()):
+        known = (ids == token).nonzero()
+        expected = learned.lm_head.weight[int(known)] if len(known) else target.head_rows(more)[row].bfloat16().float()
+        assert torch.allclose(wider.lm_head.weight[row], expected, atol=1e-6)
+
+
+def test_a_module_that_starts_as_the_targets_last_layers(base: Path) -> None:
+    still = {"steps": 1, "optim": {"lr": 1e-12, "ema": 0.0}}
+    run(recipe(base, drafter={**MTP, "init": "target", "num_layers": 2}, **still), base / "run")
+    model, _ = load_model(base / "run" / "last")
+    assert model.config.tap_ids == (3,) and model.config.mask_token_id is None
+    for number, source in enumerate((2, 3)):
+        weights = load_target(recipe(base).target, pack=False).layer_weights(source)
+        for name in ("self_attn.k_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
+            ours = model.layers[number].get_parameter(name)
+            assert torch.allclose(ours, weights[name].bfloat16().float(), atol=1e-6), name
+    assert torch.allclose(model.fc.weight, torch.eye(32).repeat(1, 2) / 2, atol=1e-6)
+
+
 def test_the_decay_moves_with_the_steps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, int, bool]] = []
 
@@ -262,6 +317,8 @@ def test_the_decay_moves_with_the_steps(base: Path, monkeypatch: pytest.MonkeyPa
         {**DFLARE, "fusion_norm": "layerwise"},
         {"injection": "input"},
         {**TOKEN_BY_TOKEN, "injection": "none"},
+        EAGLE,
+        {**MTP, "num_layers": 2},
     ],
 )
 def test_every_member_of_the_family_learns(base: Path, drafter: dict[str, Any]) -> None:
@@ -377,7 +434,8 @@ def test_tensorboard_is_an_extra(base: Path, monkeypatch: pytest.MonkeyPatch) ->
         run(recipe(base, tensorboard=True), base / "run")
 
 
-def test_it_learns_one_answer_by_heart(base: Path) -> None:
+@pytest.mark.parametrize("drafter", [{}, EAGLE, MTP])
+def test_it_learns_one_answer_by_heart(base: Path, drafter: dict[str, Any]) -> None:
     """The gate: position accuracy near one, and an engine that accepts nearly whole blocks."""
     config = recipe(base)
     target = load_target(config.target)
@@ -388,7 +446,7 @@ def test_it_learns_one_answer_by_heart(base: Path) -> None:
     (base / "answers.jsonl").write_text(json.dumps({"prompt": "abc", "response_ids": request.output_ids}) + "\n")
     changes: dict[str, Any] = {
         "data": {"held_out": 0.0},
-        "drafter": {"anchor_drafts": True, "draft_vocab_size": None},
+        "drafter": {**drafter, "anchor_drafts": True, "draft_vocab_size": None, "block_size": 4},
         "loss": {"soft_weight": 0.0},
         "optim": {"lr": 1e-2, "ema": 0.0},
         "anchors": 64,

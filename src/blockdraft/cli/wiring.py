@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from blockdraft.bench.measure import Answer, Arm, Chat
     from blockdraft.config import SamplingParams
     from blockdraft.drafters.base import Drafter
-    from blockdraft.drafters.block import BlockModel
     from blockdraft.drafters.names import DrafterChoice
+    from blockdraft.drafters.network import DraftNetwork
     from blockdraft.engine.engine import Engine
     from blockdraft.targets.base import Target
     from blockdraft.targets.pretrained import PretrainedTarget
@@ -117,17 +117,18 @@ def engine_arm(name: str, engine: Engine) -> Arm:
 
 def held_out_acceptance(
     target: Target, max_tokens: int
-) -> Callable[[BlockModel, Tensor | None, Sequence[list[int]]], dict[str, Any]]:
+) -> Callable[[DraftNetwork, Tensor | None, Sequence[list[int]]], dict[str, Any]]:
     """What training calls to learn the real acceptance length of a drafter: the engine, on prompts, greedily."""
 
-    def evaluate(model: BlockModel, draft_ids: Tensor | None, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    def evaluate(model: DraftNetwork, draft_ids: Tensor | None, prompts: Sequence[list[int]]) -> dict[str, Any]:
         from blockdraft.config import SamplingParams
-        from blockdraft.drafters.block import BlockDrafter
+        from blockdraft.drafters.families import as_drafter
         from blockdraft.ops.layers import pack_linears
 
         if target.info.device.type == "cpu":
             pack_linears(model)
-        drafter = BlockDrafter(model, target, None if draft_ids is None else draft_ids.to(target.info.device))
+        draft_ids = None if draft_ids is None else draft_ids.to(target.info.device)
+        drafter = as_drafter(model, target, draft_ids, "trained")
         room = max(len(prompt) for prompt in prompts) + max_tokens
         engine = make_engine(target, drafter, None, room, slots=min(4, len(prompts)))
         for prompt in prompts:

@@ -10,11 +10,13 @@ from blockdraft.config.strict import Strict
 
 
 class DraftAxes(Strict):
-    """What tells the members of the family apart: DFlash, DFlare (arXiv 2606.02091), and the ablations of both.
+    """What tells drafters apart: DFlash, DFlare (arXiv 2606.02091) and the ablations of both, and their rivals.
 
-    The defaults are DFlash's.  `drafters.block` says what each choice computes.
+    The defaults are DFlash's.  `drafters.block` says what each choice computes; the two families that draft token
+    after token, EAGLE-3 (arXiv 2503.01840) and MTP, are in `drafters.chain` and have few choices.
     """
 
+    family: Literal["block", "eagle3", "mtp"] = Field("block", description="eagle3, mtp: each row feeds the next")
     fusion: Literal["shared", "layerwise"] = Field("shared", description="layerwise: each layer mixes the taps itself")
     fusion_norm: Literal["shared", "layerwise"] = Field("shared", description="layerwise: a norm for each layer's mix")
     context_projections: Literal["shared", "separate"] = Field(
@@ -24,6 +26,20 @@ class DraftAxes(Strict):
     order: Literal["block", "autoregressive"] = Field("block", description="fill masks at once, or token after token")
     anchor_drafts: bool = Field(False, description="True: row k predicts the token at anchor + k + 1")
     markov_rank: int | None = Field(None, gt=0, description="rank of a Markov head (DSpark); None: no such head")
+    norm_before_residual: bool = Field(False, description="eagle3: the features are normed before they are added to")
+
+    @model_validator(mode="after")
+    def _family_fits(self) -> DraftAxes:
+        if self.norm_before_residual and self.family != "eagle3":
+            raise ValueError(f"norm_before_residual is for family 'eagle3', not '{self.family}'")
+        if self.family == "block":
+            return self
+        for axis in ("fusion", "fusion_norm", "context_projections", "injection", "order", "markov_rank"):
+            if getattr(self, axis) != DraftAxes.model_fields[axis].default:
+                raise ValueError(f"{axis} '{getattr(self, axis)}' is for family 'block', not '{self.family}'")
+        if not self.anchor_drafts:
+            raise ValueError(f"family '{self.family}' drafts from the anchor's own row: set anchor_drafts")
+        return self
 
     @model_validator(mode="after")
     def _axes_fit(self) -> DraftAxes:
@@ -39,9 +55,19 @@ class DraftAxes(Strict):
             raise ValueError("order 'autoregressive' sees the token before as its input: leave out markov_rank")
         return self
 
+    @property
+    def token_by_token(self) -> bool:
+        """Whether a block's rows are the tokens themselves, each drafted before the next, and not masks."""
+        return self.family != "block" or self.order == "autoregressive"
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether committed tokens are rows of the drafter, and not only what the target said at them."""
+        return self.family != "block" or self.injection != "kv"
+
 
 class DrafterConfig(DraftAxes):
-    """The shape of a block-diffusion drafter (DFlash, arXiv 2602.06036, sections 3 and 4).
+    """The shape of a trained drafter, as of DFlash's (arXiv 2602.06036, sections 3 and 4).
 
     `tap_ids` are 0-based target layers; a tap is the residual stream *after* that layer.
     """
@@ -53,8 +79,8 @@ class DrafterConfig(DraftAxes):
     head_dim: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
-    block_size: int = Field(ge=2, le=256, description="rows of a block: the anchor and its masks")
-    mask_token_id: int = Field(ge=0)
+    block_size: int = Field(ge=2, le=256, description="rows of a block: the anchor and its masks, or drafts")
+    mask_token_id: int | None = Field(None, ge=0, description="needed for masks, so by family 'block'")
     tap_ids: tuple[int, ...] = Field(description="none with injection 'none'")
     num_target_layers: int = Field(gt=0)
     rms_norm_eps: float = 1e-5
@@ -78,7 +104,10 @@ class DrafterConfig(DraftAxes):
             raise ValueError(f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1}")
         if list(self.tap_ids) != sorted(set(self.tap_ids)):
             raise ValueError(f"tap_ids {list(self.tap_ids)} must be increasing and distinct")
-        if self.mask_token_id >= self.vocab_size:
+        if (self.mask_token_id is None) != (self.family != "block"):
+            wanted = "needs a" if self.mask_token_id is None else "has no masks: leave out"
+            raise ValueError(f"family '{self.family}' {wanted} mask_token_id")
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.layer_types and len(self.layer_types) != self.num_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
@@ -88,6 +117,17 @@ class DrafterConfig(DraftAxes):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 2..{self.vocab_size}")
         if self.order == "autoregressive" and self.is_causal is False:
             raise ValueError("order 'autoregressive' is causal in the block: is_causal cannot be false")
+        return self
+
+    @model_validator(mode="after")
+    def _chain_fits(self) -> DrafterConfig:
+        if self.family != "block":
+            check_chain(self.family, self.num_layers, len(self.tap_ids), self.layer_types, self.sliding_window)
+            if self.is_causal is not None:
+                raise ValueError(f"is_causal is for family 'block', not '{self.family}'")
+            if self.family == "mtp" and self.tap_ids != (self.num_target_layers - 1,):
+                last = self.num_target_layers - 1
+                raise ValueError(f"family 'mtp' listens to the target's last layer: tap_ids must be [{last}]")
         return self
 
     @property
@@ -106,9 +146,22 @@ class DrafterConfig(DraftAxes):
 
     def causal(self, layer: int) -> bool:
         """Whether a row of this layer is kept from seeing later rows of its own block."""
-        if self.order == "autoregressive":
+        if self.token_by_token:
             return True
         return self.is_causal if self.is_causal is not None else self.window(layer) is not None
+
+
+def check_chain(
+    family: str, num_layers: int, num_taps: int, layer_types: tuple[str, ...], sliding_window: int | None
+) -> None:
+    """ValueError: a shape that a family of chains (eagle3, mtp) does not have."""
+    if layer_types or sliding_window is not None:
+        name = "layer_types" if layer_types else "sliding_window"
+        raise ValueError(f"{name} is for family 'block': the layers of '{family}' see the whole context")
+    if family == "eagle3" and num_layers != 1:
+        raise ValueError(f"family 'eagle3' is one layer: num_layers is {num_layers}")
+    if family == "mtp" and num_taps != 1:
+        raise ValueError(f"family 'mtp' listens to one layer, the target's last: {num_taps} taps are asked for")
 
 
 class NgramConfig(Strict):

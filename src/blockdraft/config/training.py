@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from blockdraft.config.drafter import DraftAxes
+from blockdraft.config.drafter import DraftAxes, check_chain
 from blockdraft.config.strict import Strict
 
 
@@ -35,7 +35,7 @@ class DraftShape(DraftAxes):
     A preset sets what its paper sets, and each of its settings can be given another value beside it.
     """
 
-    preset: Literal["dflash", "dflare"] = "dflash"
+    preset: Literal["dflash", "dflare", "eagle3", "mtp"] = "dflash"
     num_layers: int = Field(5, ge=1)
     block_size: int = Field(16, ge=2)
     num_taps: int = Field(5, ge=1)
@@ -61,8 +61,7 @@ class DraftShape(DraftAxes):
     def _preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if values.get("preset") == "dflare":
-            values = {**DFLARE_SHAPE, **values}
+        values = {**preset_settings(values.get("preset"))[0], **values}
         start = "peak" if values.get("fusion") == "layerwise" else "random"
         return {"fusion_init": start, **values}
 
@@ -77,15 +76,42 @@ class DraftShape(DraftAxes):
             raise ValueError("context_init 'copied' needs context_projections 'separate'")
         return self
 
+    @model_validator(mode="after")
+    def _chain_fits(self) -> DraftShape:
+        if self.family == "block":
+            return self
+        taps = self.num_taps if self.tap_ids is None else len(self.tap_ids)
+        check_chain(self.family, self.num_layers, taps, self.layer_types, self.sliding_window)
+        if self.mask_token_id is not None:
+            raise ValueError(f"mask_token_id is for family 'block': '{self.family}' has no masks")
+        if self.family == "mtp" and self.fusion_init != "random":
+            raise ValueError(f"fusion_init '{self.fusion_init}' is not for family 'mtp', which fuses no taps (random)")
+        if self.family == "eagle3" and self.init != "random":
+            raise ValueError("init 'target' is not for family 'eagle3': its layer reads twice the width of a target's")
+        return self
 
-# What the paper of DFlare sets otherwise than DFlash's: the drafter, and how the decay of its loss moves.
-DFLARE_SHAPE: dict[str, Any] = {
-    "num_layers": 7,
-    "num_taps": 9,
-    "fusion": "layerwise",
-    "context_projections": "separate",
+
+# What other papers than DFlash's set otherwise: the drafter, and the decay of its loss.
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflare": (
+        {"num_layers": 7, "num_taps": 9, "fusion": "layerwise", "context_projections": "separate"},
+        {"gamma": 4.5, "schedule": "stairs", "gamma_step": 1.0, "gamma_max": 9.5},
+    ),
+    # Seven steps of training-time test, each of which weighs 0.8 of the one before: gamma is 1 / ln(1 / 0.8).
+    "eagle3": (
+        {"family": "eagle3", "num_layers": 1, "num_taps": 3, "block_size": 7, "anchor_drafts": True},
+        {"gamma": 4.48},
+    ),
+    "mtp": (
+        {"family": "mtp", "num_layers": 1, "num_taps": 1, "block_size": 4, "anchor_drafts": True},
+        {},
+    ),
 }
-DFLARE_LOSS: dict[str, Any] = {"gamma": 4.5, "schedule": "stairs", "gamma_step": 1.0, "gamma_max": 9.5}
+
+
+def preset_settings(name: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a preset sets of the drafter, and of the loss; nothing if there is no such preset."""
+    return PRESETS.get(name, ({}, {})) if isinstance(name, str) else ({}, {})
 
 
 class LossConfig(Strict):
@@ -156,10 +182,11 @@ class TrainConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, values: Any) -> Any:
-        """DFlare's preset has a part in the loss: its schedule, unless the recipe has one of its own."""
+        """A preset has a part in the loss: its decay, unless the recipe has a schedule of its own."""
         if not isinstance(values, dict):
             return values
         drafter, loss = values.get("drafter"), values.get("loss", {})
         preset = drafter.get("preset") if isinstance(drafter, dict) else getattr(drafter, "preset", None)
         own = not isinstance(loss, dict) or "schedule" in loss or loss.get("weights") == "uniform"
-        return values if preset != "dflare" or own else {**values, "loss": {**DFLARE_LOSS, **loss}}
+        decay = preset_settings(preset)[1]
+        return values if own or not decay else {**values, "loss": {**decay, **loss}}

@@ -23,47 +23,27 @@ What `config.DraftAxes` changes of that:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache
-from blockdraft.config import ConfigError, DrafterConfig
+from blockdraft.config import DrafterConfig
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.fusion import mix_taps, peak_weights
 from blockdraft.drafters.head import draft_index, reduced_head
-from blockdraft.drafters.layers import BlockLayer, KeysValues, Tables
+from blockdraft.drafters.layers import BlockLayer, KeysValues
 from blockdraft.drafters.markov import MarkovHead
-from blockdraft.ops.layers import RMSNorm, rotary_frequencies, rotary_tables
+from blockdraft.drafters.network import Context, DraftNetwork, fitted
+from blockdraft.ops.layers import RMSNorm
 
 
-@dataclass(frozen=True)
-class Context:
-    """What blocks see of the committed tokens: keys and values [B, G, S, E] of every layer.
-
-    With injection `input` also features [B, S + 1, D]: row p is what the target said before the token at p.
-    """
-
-    layers: list[KeysValues]
-    features: Tensor | None = None
-
-    def before(self, anchors: Tensor) -> Tensor | None:
-        """The features in front of anchors at [B, A]: [B, A, D]; None where features do not enter that way."""
-        if self.features is None:
-            return None
-        return self.features.gather(1, anchors[..., None].expand(-1, -1, self.features.shape[-1]))
-
-
-class BlockModel(nn.Module):
+class BlockModel(DraftNetwork):
     """The drafter's own weights, under the published tensor names; embedding and head are the target's."""
 
-    inverse_frequencies: Tensor
-
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width, taps = config.hidden_size, len(config.tap_ids)
         if config.fusion == "layerwise":
             self.layer_fusion_weights = nn.Parameter(peak_weights(config.num_layers, taps))
@@ -78,8 +58,6 @@ class BlockModel(nn.Module):
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.markov_head = MarkovHead(config.num_head_rows, config.markov_rank) if config.markov_rank else None
-        inverse, self.rotary_factor = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
     def context(
         self, taps: Tensor | None, positions: Tensor, tokens: Tensor | None = None, past: Context | None = None
@@ -147,11 +125,8 @@ class BlockModel(nn.Module):
         made = (layer.self_attn.context_keys_values(x, tables) for layer, x in zip(layers, fused, strict=True))
         return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in made]
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
-        return rotary_tables(positions, self.inverse_frequencies, self.rotary_factor, dtype)
 
-
-def initialise(model: BlockModel, seed: int, std: float = 0.02) -> None:
+def initialise(model: DraftNetwork, seed: int, std: float = 0.02) -> None:
     """Random weights: normal matrices, norms of one, biases of zero, and a Markov head that says nothing yet.
 
     Layerwise fusion starts as its authors have it.
@@ -191,20 +166,8 @@ class BlockDrafter:
         name: str = "dflash",
         block_size: int | None = None,
     ) -> None:
-        config, info = model.config, target.info
-        if block_size is not None:
-            if not 2 <= block_size <= config.block_size:
-                raise ConfigError(f"block_size={block_size}: the drafter has blocks of 2 to {config.block_size}")
-            config = config.model_copy(update={"block_size": block_size})
-        if config.hidden_size != info.hidden_size or config.vocab_size != info.vocab_size:
-            raise ValueError(
-                f"the drafter is for a target of width {config.hidden_size} and vocabulary {config.vocab_size}; "
-                f"'{info.name}' has {info.hidden_size} and {info.vocab_size}"
-            )
-        if config.num_target_layers != info.num_layers:
-            raise ValueError(
-                f"the drafter is for {config.num_target_layers} target layers; '{info.name}' has {info.num_layers}"
-            )
+        info = target.info
+        config = fitted(model.config, info, block_size)
         self.model, self.config, self.target, self.draft_ids, self.name = model, config, target, draft_ids, name
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
         self._head = target.head if draft_ids is None else reduced_head(target.head_rows(draft_ids))
@@ -256,6 +219,7 @@ class BlockDrafter:
         if self.config.order == "autoregressive":
             return Proposal(self._one_by_one(state, rows, anchors, lengths, before))
         config, device = self.config, anchors.device
+        assert config.mask_token_id is not None, "a drafter of masks has one"
         ids = torch.full((len(rows), config.block_size), config.mask_token_id, device=device)
         ids[:, 0] = anchors
         starts = torch.tensor(lengths, device=device)[:, None]

@@ -4,7 +4,7 @@ The layout is the published one, which SGLang and vLLM load for DFlash; for DFla
 Tensor names carry no prefix, and the target's embedding and head are not among them.  A reduced draft head adds
 `d2t` [V']: target id minus draft id; a Markov head adds its two matrices, which engines that know DFlash alone do not
 read.  What is neither DFlash nor DFlare has an architecture of its own, so that nobody takes it for one of them, and
-says in `blockdraft_config` what it is.
+says in `blockdraft_config` what it is.  EAGLE-3 and MTP have layouts of their own: see `chain_layout`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,11 @@ from torch import Tensor
 
 from blockdraft.config import ConfigError, DraftAxes, DrafterConfig
 from blockdraft.drafters.base import Lender
-from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.drafters.block import BlockDrafter
+from blockdraft.drafters.chain import ChainDrafter
+from blockdraft.drafters.chain_layout import CHAINS, PREFIXES, chain_from_json, chain_to_json
+from blockdraft.drafters.families import as_drafter, new_model
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.ops.layers import pack_linears
 
 # Which axes an architecture stands for; the second of DFlare's names is in its authors' checkpoints.
@@ -48,8 +52,18 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     return taps
 
 
+def eagle_taps(num_target_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's three: a low, a middle and a high layer, as SpecForge takes them."""
+    taps = (1, num_target_layers // 2 - 1, num_target_layers - 4)
+    if list(taps) != sorted(set(taps)):
+        raise ConfigError(f"a target of {num_target_layers} layers has no room for EAGLE-3's taps: set drafter.tap_ids")
+    return taps
+
+
 def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The published config.json of a drafter; every layer type and causality is written out."""
+    if config.family != "block":
+        return chain_to_json(config, dtype)
     axes = {axis: getattr(config, axis) for axis in AXES}
     named = (name for name, stands_for in ARCHITECTURES.items() if _axes(stands_for) == axes)
     architecture = next(named, OWN_ARCHITECTURE)
@@ -97,6 +111,9 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
 
     Raises ConfigError for a missing key, and for activations that the layers do not have.
     """
+    architectures = values.get("architectures")
+    if isinstance(architectures, list) and any(name in CHAINS for name in architectures):
+        return chain_from_json(values, where)
     dflash = values.get("dflash_config") or {}
     merged = {**dflash, **values}
 
@@ -158,13 +175,13 @@ def _read_axes(values: dict[str, Any], where: str) -> dict[str, str]:
             if not isinstance(stated, dict) or set(stated) != set(AXES):
                 raise ConfigError(f"{where}: 'blockdraft_config' of a {name} must say {', '.join(AXES)}, and no more")
             return stated
-    known = ", ".join([*ARCHITECTURES, OWN_ARCHITECTURE])
+    known = ", ".join([*ARCHITECTURES, *CHAINS, OWN_ARCHITECTURE])
     raise ConfigError(f"{where}: architectures {values.get('architectures')} is not a drafter ({known})")
 
 
 def save_drafter(
     folder: str | Path,
-    model: BlockModel,
+    model: DraftNetwork,
     draft_ids: Tensor | None,
     provenance: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
@@ -174,9 +191,12 @@ def save_drafter(
     An older one is moved aside first, and removed when the new one is in its place.
     """
     folder = Path(folder)
-    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    prefix, weights = PREFIXES.get(model.config.family, ""), model.state_dict()
+    tensors = {prefix + name: value.detach().to("cpu", dtype).contiguous() for name, value in weights.items()}
     if draft_ids is not None:
         tensors["d2t"] = draft_ids.cpu() - torch.arange(len(draft_ids))
+        if model.lm_head is not None:
+            tensors["t2d"] = said(draft_ids.cpu(), model.config.vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -198,7 +218,7 @@ def save_drafter(
 
 def load_model(
     folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> tuple[BlockModel, Tensor | None]:
+) -> tuple[DraftNetwork, Tensor | None]:
     """A drafter's weights and the target ids of its reduced head, if it has one.
 
     Raises ConfigError for anything missing, unknown or misshapen, by name.
@@ -216,23 +236,35 @@ def load_model(
         raise ConfigError(f"{folder}: config.json holds {type(values).__name__}, not settings")
     config = config_from_json(values, str(folder / "config.json"))
     draft_ids = _draft_ids(tensors.pop("d2t", None), config, folder)
-    model = BlockModel(config)
-    _check_tensors(tensors, {name: tuple(value.shape) for name, value in model.state_dict().items()}, folder)
-    model.load_state_dict(tensors)
+    model, prefix = new_model(config), PREFIXES.get(config.family, "")
+    expected = {prefix + name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if draft_ids is not None and model.lm_head is not None:
+        expected["t2d"] = (config.vocab_size,)
+    _check_tensors(tensors, expected, folder)
+    if "t2d" in expected and not torch.equal(tensors.pop("t2d"), said(cast("Tensor", draft_ids), config.vocab_size)):
+        raise ConfigError(f"{folder}: 't2d' and 'd2t' do not name the same tokens")
+    model.load_state_dict({name.removeprefix(prefix): value for name, value in tensors.items()})
     for parameter in model.parameters():  # not the rotary frequencies: they stay in fp32
         parameter.data = parameter.data.to(dtype)
     model = model.to(device).eval().requires_grad_(False)
     return model, None if draft_ids is None else draft_ids.to(device)
 
 
-def load_drafter(folder: str | Path, target: Lender, block_size: int | None = None) -> BlockDrafter:
+def load_drafter(folder: str | Path, target: Lender, block_size: int | None = None) -> BlockDrafter | ChainDrafter:
     """A drafter ready to draft for `target`, its linear layers packed where that pays.
 
     `block_size`: draft smaller blocks than it was trained with; None: as large ones.
     """
     model, draft_ids = load_model(folder, target.info.dtype, target.info.device)
     pack_linears(model)
-    return BlockDrafter(model, target, draft_ids, name=Path(folder).name, block_size=block_size)
+    return as_drafter(model, target, draft_ids, Path(folder).name, block_size)
+
+
+def said(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """Which target ids a reduced head can say, `t2d` of EAGLE-3: bool [V]."""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[draft_ids] = True
+    return mask
 
 
 def _draft_ids(offsets: Tensor | None, config: DrafterConfig, folder: Path) -> Tensor | None:

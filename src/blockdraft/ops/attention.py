@@ -51,13 +51,14 @@ def block_attention(
 
     query [B, A, Q, H, E]; keys, values [B, A, Q, G, E] of the block; context keys and values [B, G, S, E];
     context_lengths [B, A]; positions [B, A, Q]; all rotated already.  Returns [B, A, Q, H, E].
+    There may be more keys and values than queries: those of earlier rows of the block stand in front.
 
     The context product is one matrix product for all blocks of a row, which is what makes many anchors cheap.
     """
     batch, blocks, rows, heads, width = query.shape
     context_keys, context_values = context
     groups, slots = context_keys.shape[1:3]
-    shared = heads // groups
+    shared, kept = heads // groups, keys.shape[2]
     # [B, G, A, Q, R, E]: blocks and rows beside the query heads that share a key head
     q = query.view(batch, blocks, rows, groups, shared, width).permute(0, 3, 1, 2, 4, 5) * width**-0.5
     k = keys.permute(0, 3, 1, 2, 4)
@@ -69,14 +70,15 @@ def block_attention(
     scores = scores.masked_fill(hidden[:, None, :, :, None, :], float("-inf"))
 
     own = q.reshape(batch, groups, blocks, rows * shared, width) @ k.transpose(-1, -2)
-    own = own.view(batch, groups, blocks, rows, shared, rows)
+    own = own.view(batch, groups, blocks, rows, shared, kept)
     if causal or window is not None:
-        own = own.masked_fill(~visible_block(rows, window, causal, query.device)[:, None, :], float("-inf"))
+        visible = visible_block(kept, window, causal, query.device)[kept - rows :]
+        own = own.masked_fill(~visible[:, None, :], float("-inf"))
 
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    on_context, on_block = weights.split([slots, rows], dim=-1)
+    on_context, on_block = weights.split([slots, kept], dim=-1)
     mixed = on_context.reshape(batch, groups, blocks * rows * shared, slots) @ context_values
     mixed = mixed.view(batch, groups, blocks, rows * shared, width)
-    mixed = mixed + on_block.reshape(batch, groups, blocks, rows * shared, rows) @ v
+    mixed = mixed + on_block.reshape(batch, groups, blocks, rows * shared, kept) @ v
     mixed = mixed.view(batch, groups, blocks, rows, shared, width).permute(0, 2, 3, 1, 4, 5)
     return mixed.reshape(batch, blocks, rows, heads, width)

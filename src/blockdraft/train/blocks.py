@@ -72,9 +72,10 @@ def make_blocks(ids: Tensor, loss_mask: Tensor, anchors: Tensor, config: Drafter
     unbroken = answer.long().cumprod(dim=-1).bool()  # a block ends with its answer, though another may follow
     teaches = unbroken & real[..., None] & (drafted >= 0)
     labels = ids.gather(1, flat).view_as(positions).where(teaches, torch.zeros_like(positions))
-    if config.order == "autoregressive":  # behind the end stands anything: no row that teaches sees it
+    if config.token_by_token:  # behind the end stands anything: no row that teaches sees it
         inputs = ids.gather(1, positions.clamp(max=ids.shape[1] - 1).flatten(1)).view_as(positions)
     else:
+        assert config.mask_token_id is not None, "a drafter of masks has one"
         inputs = torch.full_like(positions, config.mask_token_id)
         inputs[..., 0] = ids.gather(1, starts)
     return Blocks(

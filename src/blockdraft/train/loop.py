@@ -20,9 +20,9 @@ from rich.console import Console
 from torch import Tensor
 
 from blockdraft.config import ConfigError, TrainConfig
-from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import save_drafter
 from blockdraft.drafters.head import draft_index
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.targets.base import Target
 from blockdraft.train.batches import Batch, Batches, make_batch
 from blockdraft.train.data import Dataset
@@ -42,7 +42,7 @@ from blockdraft.train.weights import (
 )
 
 # (model, draft ids, prompts as ids) -> {"tau": ..., ...}; it may do with the model what it likes
-Evaluate = Callable[[BlockModel, Tensor | None, Sequence[list[int]]], dict[str, Any]]
+Evaluate = Callable[[DraftNetwork, Tensor | None, Sequence[list[int]]], dict[str, Any]]
 
 
 class TrainingError(ValueError):
@@ -177,14 +177,13 @@ class _Run:
         model, blocks = self.weights.model, batch.blocks
         with torch.no_grad():
             embedded = self.target.embed(blocks.ids).to(self.dtype)
-            tokens = None if model.config.injection == "kv" else self.target.embed(batch.ids).to(self.dtype)
+            tokens = self.target.embed(batch.ids).to(self.dtype) if model.config.reads_tokens else None
         context = model.context(features.taps.to(self.dtype), batch.positions, tokens)
         before = context.before(blocks.context_lengths)
         hidden = model(embedded, blocks.positions, context, blocks.context_lengths, before)
         teacher: Teacher | None = features.teacher if self.config.loss.soft_weight > 0 else None
-        return block_loss(
-            hidden, blocks, self.head, self.index, teacher, model.config, self.config.loss, model.markov_head
-        )
+        head = self.head if model.lm_head is None else model.lm_head.weight
+        return block_loss(hidden, blocks, head, self.index, teacher, model.config, self.config.loss, model.markov_head)
 
     def _after(self, epoch: int) -> None:
         """Log, evaluate and save where it is due."""

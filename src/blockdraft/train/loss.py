@@ -64,7 +64,8 @@ class BlockLoss:
 class _SparseCrossEntropy(torch.autograd.Function):
     """sum_r sum_m -p[r, m] log softmax(h[r] W^T + e[r] U^T)[ids[r, m]].
 
-    hidden h [R, D], frozen weight W [V', D], ids and p [R, M]; e [R, N] and U [V', N] are a Markov head's (N may be 0).
+    hidden h [R, D], weight W [V', D] (frozen, or learned), ids and p [R, M]; e [R, N] and U [V', N] are a Markov
+    head's (N may be 0).
     """
 
     @staticmethod
@@ -74,6 +75,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient, e_gradient = torch.empty_like(hidden), torch.empty_like(e)
         u_gradient = torch.zeros_like(u, dtype=torch.float32)  # a sum over chunks
+        w_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         best = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -85,16 +87,20 @@ class _SparseCrossEntropy(torch.autograd.Function):
             # d loss / d logits = mass * softmax - p, built in the logits' own memory
             logits.sub_(log_sum).exp_().mul_(mass).scatter_add_(1, ids[part], -p[part])
             u_gradient.addmm_(logits.T, e[part].float())
+            if w_gradient is not None:
+                w_gradient.addmm_(logits.T, hidden[part].float())
             logits = logits.to(hidden.dtype)
             gradient[part], e_gradient[part] = logits @ weight, logits @ u
-        ctx.save_for_backward(gradient, e_gradient, u_gradient.to(u.dtype))
+        learned = None if w_gradient is None else w_gradient.to(weight.dtype)
+        ctx.save_for_backward(gradient, e_gradient, u_gradient.to(u.dtype), learned)
         ctx.mark_non_differentiable(best)
         return total, best
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_e, of_u = (gradient * gradients[0] for gradient in ctx.saved_tensors)
-        return of_hidden, None, None, None, None, of_e, of_u
+        made = ctx.saved_tensors
+        of_hidden, of_e, of_u, of_weight = (None if gradient is None else gradient * gradients[0] for gradient in made)
+        return of_hidden, of_weight, None, None, None, of_e, of_u
 
 
 def block_loss(
@@ -110,8 +116,9 @@ def block_loss(
     """sum(weight * CE) / sum(weight) over the rows that teach: hidden [B, A, Q, D], head [V', D].
 
     draft_index [V] gives the head row of a target id, -1 where a reduced head cannot say it; such a label
-    counts as a miss and is not learned.  A Markov head is told the answer's own previous token, which is the one
-    drafted wherever a draft can still be accepted.  ValueError: soft labels are asked for and there is no teacher.
+    counts as a miss and is not learned.  A head that requires a gradient is learned too.  A Markov head is told the
+    answer's own previous token, which is the one drafted wherever a draft can still be accepted.  ValueError: soft
+    labels are asked for and there is no teacher.
     """
     if config.soft_weight > 0 and teacher is None:
         raise ValueError("loss.soft_weight > 0 needs soft labels: set features.teacher_top_k")

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockdraft.config import ConfigError, DraftAxes, DrafterConfig, DraftShape
-from blockdraft.drafters.block import BlockModel, initialise
-from blockdraft.drafters.checkpoint import default_taps, load_model
+from blockdraft.drafters.block import initialise
+from blockdraft.drafters.checkpoint import default_taps, eagle_taps, load_model
+from blockdraft.drafters.families import new_model
 from blockdraft.drafters.fusion import bell_weights
+from blockdraft.drafters.head import draft_index
 from blockdraft.drafters.layers import BlockLayer
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.targets.base import Target
 from blockdraft.train.chats import Tokenizer
 from blockdraft.train.data import Dataset, Sample
@@ -39,7 +42,7 @@ class Teachable(Target, Protocol):
 class Draft:
     """A drafter about to be trained; notes go into its provenance."""
 
-    model: BlockModel
+    model: DraftNetwork
     draft_ids: Tensor | None
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -50,32 +53,40 @@ def make_draft(shape: DraftShape, target: Teachable, dataset: Dataset, tokenizer
     highest = max(int(sample.ids.max()) for sample in samples)
     if highest >= target.info.vocab_size:
         raise ConfigError(f"the data has token {highest}, beyond the vocabulary of '{target.info.name}'")
-    spare = spare_tokens(tokenizer, target.info.vocab_size, target.info.eos_token_ids)
-    mask_id = choose_mask_token(shape.mask_token_id, spare, samples, target.info.vocab_size)
-    config = drafter_config(shape, target, mask_id)
-    model = BlockModel(config)
+    vocabulary, notes = target.info.vocab_size, dict[str, Any]()
+    mask_id = draft_ids = None
+    if shape.family == "block":
+        spare = spare_tokens(tokenizer, vocabulary, target.info.eos_token_ids)
+        mask_id = notes["mask_token_id"] = choose_mask_token(shape.mask_token_id, spare, samples, vocabulary)
+    if shape.draft_vocab_size is not None:
+        size = shape.draft_vocab_size
+        draft_ids, coverage = draft_vocabulary(dataset.train, size, vocabulary, target.info.eos_token_ids)
+        notes["draft_vocabulary_coverage"] = round(coverage, 6)
+    model = new_model(drafter_config(shape, target, mask_id))
     initialise(model, seed)
+    if model.lm_head is not None:
+        model.lm_head.load_state_dict({"weight": target.head_rows(draft_ids)})
     if shape.warm_start is not None:
-        _copy_weights(model, load_model(shape.warm_start)[0], shape.warm_start)
+        _copy_weights(model, draft_ids, shape.warm_start)
     else:
         if shape.init == "target":
             copy_target(model, target)
         start_context(model, shape)
-    notes: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "mask_token_id": mask_id}
-    draft_ids = None
-    if shape.draft_vocab_size is not None:
-        size, vocabulary = shape.draft_vocab_size, target.info.vocab_size
-        draft_ids, coverage = draft_vocabulary(dataset.train, size, vocabulary, target.info.eos_token_ids)
-        notes["draft_vocabulary_coverage"] = round(coverage, 6)
-    return Draft(model, draft_ids, notes)
+    return Draft(model, draft_ids, {"parameters": sum(p.numel() for p in model.parameters()), **notes})
 
 
 def recipe_taps(shape: DraftShape, num_target_layers: int) -> tuple[int, ...]:
     """The target layers that a recipe's drafter listens to."""
-    return shape.tap_ids or default_taps(num_target_layers, shape.num_taps)
+    if shape.tap_ids:
+        return shape.tap_ids
+    if shape.family == "mtp":
+        return (num_target_layers - 1,)
+    if shape.family == "eagle3" and shape.num_taps == 3:
+        return eagle_taps(num_target_layers)
+    return default_taps(num_target_layers, shape.num_taps)
 
 
-def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int) -> DrafterConfig:
+def drafter_config(shape: DraftShape, target: Teachable, mask_token_id: int | None) -> DrafterConfig:
     """The recipe's shape; what it leaves open is the target's."""
     info, defaults = target.info, target.draft_defaults()
     if shape.intermediate_size is not None:
@@ -145,19 +156,23 @@ def count_tokens(parts: Any, vocab_size: int) -> Tensor:
     return torch.cat([part.flatten() for part in parts]).bincount(minlength=vocab_size)
 
 
-def inherited_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """The target layers that draft layers start from: those that read the default taps."""
+def inherited_layers(family: str, num_target_layers: int, count: int) -> tuple[int, ...]:
+    """The target layers that draft layers start from: those that read the default taps, or (MTP) the last ones."""
+    if family == "mtp":
+        return tuple(range(max(num_target_layers - count, 0), num_target_layers))
     return tuple(tap + 1 for tap in default_taps(num_target_layers, count))
 
 
 @torch.no_grad()
-def copy_target(model: BlockModel, target: Teachable) -> None:
-    """Start the layers as copies of evenly spread target layers, and a shared fusion as the mean of the taps.
+def copy_target(model: DraftNetwork, target: Teachable) -> None:
+    """Start the layers as copies of evenly spread target layers, and a shared fusion as the mean of what it fuses.
 
     What has no counterpart in the target stays as it is: the per-head norms in most, separate context projections
     in all.  ConfigError: the shapes differ.
     """
-    for layer, source in zip(model.layers, inherited_layers(target.info.num_layers, len(model.layers)), strict=True):
+    config, layers = model.config, cast("Sequence[BlockLayer]", model.layers)
+    sources = inherited_layers(config.family, target.info.num_layers, len(layers))
+    for layer, source in zip(layers, sources, strict=True):
         weights = target.layer_weights(source)
         for name, parameter in layer.named_parameters():
             if name not in weights:
@@ -168,16 +183,18 @@ def copy_target(model: BlockModel, target: Teachable) -> None:
                 found, expected = list(weights[name].shape), list(parameter.shape)
                 raise ConfigError(f"drafter.init=target: '{name}' is {found} in the target, {expected} in the drafter")
             parameter.copy_(weights[name])
-    width, taps = model.config.hidden_size, len(model.config.tap_ids)
-    if model.config.fusion == "shared" and taps:
-        model.fc.weight.copy_(torch.eye(width).repeat(1, taps) / taps)
+    if config.fusion == "shared" and config.tap_ids:
+        fusion = cast("nn.Linear", model.fc).weight
+        parts = fusion.shape[1] // config.hidden_size
+        fusion.copy_(torch.eye(config.hidden_size).repeat(1, parts) / parts)
 
 
 @torch.no_grad()
-def start_context(model: BlockModel, shape: DraftShape) -> None:
+def start_context(model: DraftNetwork, shape: DraftShape) -> None:
     """Where the mixes of a layerwise fusion and separate context projections start, if not as `initialise` has it."""
     if shape.fusion_init == "bell":
-        model.layer_fusion_weights.copy_(bell_weights(*model.layer_fusion_weights.shape))
+        weights = cast("Tensor", model.layer_fusion_weights)
+        weights.copy_(bell_weights(*weights.shape))
     if shape.context_init == "copied":
         for layer in cast("Iterable[BlockLayer]", model.layers):
             attention = layer.self_attn
@@ -186,35 +203,44 @@ def start_context(model: BlockModel, shape: DraftShape) -> None:
 
 
 @torch.no_grad()
-def whiten_fusion(model: BlockModel, features: Features, samples: Sequence[Sample], seed: int) -> None:
+def whiten_fusion(model: DraftNetwork, features: Features, samples: Sequence[Sample], seed: int) -> None:
     """Start the fusion as a random mix of taps that are centred and scaled to one, channel by channel.
 
     Most of a residual stream's size is the same for all tokens and sits in a few channels, and its deeper
     layers are many times larger; a plain random mix, once normed, passes on little else.  The scale goes into
     the columns of `fc`, and the mean is projected out along the direction that costs the signal least: no bias.
     """
+    fusion = cast("nn.Linear", model.fc).weight
     answers = torch.cat([features.batch([one]).taps[0].flatten(1)[one.loss_mask[:-1]] for one in samples]).cpu()
     mean, scale = answers.mean(dim=0), answers.std(dim=0).clamp(min=1e-6)
     generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(model.fc.weight.shape, generator=generator) * len(mean) ** -0.5 / scale
+    mix = torch.randn(fusion.shape, generator=generator) * len(mean) ** -0.5 / scale
     centre = mean / scale**2
     centre = centre / (centre @ mean).clamp(min=1e-6)
-    model.fc.weight.copy_(mix - (mix @ mean)[:, None] * centre)
+    fusion.copy_(mix - (mix @ mean)[:, None] * centre)
 
 
-def _copy_weights(model: BlockModel, source: BlockModel, where: str) -> None:
-    """Go on from a trained drafter; its draft vocabulary does not matter, as the head is the target's.
+@torch.no_grad()
+def _copy_weights(model: DraftNetwork, draft_ids: Tensor | None, where: str) -> None:
+    """Go on from the trained drafter in a folder.
 
-    A Markov head belongs to one draft vocabulary, so it starts anew.
+    A draft vocabulary does not matter where the head is the target's.  A head of the drafter's own goes on with the
+    tokens that it knows, and what it does not know starts as the target's; a Markov head starts anew.
     """
+    source, source_ids = load_model(where)
     shapes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     axes = tuple(axis for axis in DraftAxes.model_fields if axis != "markov_rank")
     for key in (*shapes, *axes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling"):
         if getattr(model.config, key) != getattr(source.config, key):
             ours, theirs = getattr(model.config, key), getattr(source.config, key)
             raise ConfigError(f"drafter.warm_start={where}: {key} is {theirs} there and {ours} here")
-    kept = {name: value for name, value in source.state_dict().items() if not name.startswith("markov_head.")}
+    tables = ("markov_head.", "lm_head.")
+    kept = {name: value for name, value in source.state_dict().items() if not name.startswith(tables)}
     missing, unknown = model.load_state_dict(kept, strict=False)
-    others = [*unknown, *(name for name in missing if not name.startswith("markov_head."))]
+    others = [*unknown, *(name for name in missing if not name.startswith(tables))]
     if others:
         raise ConfigError(f"drafter.warm_start={where}: '{others[0]}' is in one of the two drafters only")
+    if model.lm_head is not None and source.lm_head is not None:
+        wanted = torch.arange(model.config.vocab_size) if draft_ids is None else draft_ids
+        known = draft_index(source_ids, model.config.vocab_size, torch.device("cpu"))[wanted]
+        model.lm_head.weight[known >= 0] = source.lm_head.weight[known[known >= 0]]

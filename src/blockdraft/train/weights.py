@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockdraft.config import ConfigError, OptimConfig
-from blockdraft.drafters.block import BlockModel
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.train.muon import Muon
 
 KEPT_CHECKPOINTS = 2
+# The share of the learning rate that a draft head has, by optimiser: Muon's updates are a fifth of AdamW's.
+HEAD_SHARE = {"adamw": 1.0, "muon": 0.2}
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -40,7 +42,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 class Weights:
     """The model that computes, in `dtype`, and what the optimiser keeps for it in fp32."""
 
-    def __init__(self, model: BlockModel, config: OptimConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: DraftNetwork, config: OptimConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.model = model.to(device).train()
         self.masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
@@ -52,11 +54,17 @@ class Weights:
         self._shared = dtype == torch.float32
         # A Markov head's matrices are tables of tokens: rare ones must not be moved as far as frequent ones.
         # The mixes of a layerwise fusion are rows of scalars, each on its own: no direction, and no decay to zero.
-        tables = ("markov_head.", "layer_fusion_weights")
-        matrices = [p for name, p in self.masters.items() if p.dim() > 1 and not name.startswith(tables)]
-        others = [p for name, p in self.masters.items() if p.dim() <= 1 or name.startswith(tables)]
+        # A draft head of its own is a table too, but a trained one: beside Muon it moves as far as matrices do.
+        tables, heads = ("markov_head.", "layer_fusion_weights"), "lm_head."
+        named = self.masters.items()
+        matrices = [p for name, p in named if p.dim() > 1 and not name.startswith((*tables, heads))]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in named if p.dim() <= 1 or name.startswith(tables)]},
+            {"params": [p for name, p in named if name.startswith(heads)], "share": HEAD_SHARE[config.name]},
+        ]
+        groups = [group for group in groups if group["params"]]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
+            torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
         ]
         if config.name == "muon":
             self.optimizers.append(Muon(matrices, config.lr, weight_decay=config.weight_decay))
@@ -78,7 +86,7 @@ class Weights:
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, steps, self.config)
+                    group["lr"] = learning_rate(step, steps, self.config) * group.get("share", 1.0)
                 optimizer.step()
             self._follow(step)
         for name, parameter in self.model.named_parameters():
@@ -101,7 +109,7 @@ class Weights:
             parameter.copy_(self.masters[name])
 
     @torch.no_grad()
-    def snapshot(self) -> BlockModel:
+    def snapshot(self) -> DraftNetwork:
         """A copy to evaluate and export, fp32: the running average if there is one."""
         model = copy.deepcopy(self.model).eval().requires_grad_(False)
         for name, parameter in model.named_parameters():
