@@ -98,6 +98,22 @@ def test_a_healthy_drafter(base: Path, capsys: pytest.CaptureFixture[str], monke
     assert "unknown" not in said, "its provenance says all that is asked for"
 
 
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
+def test_drafters_that_feed_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Healthy ones are told so, and one whose layer ids are off is not."""
+    taps = {"eagle3": [1, 2], "mtp": [3]}[family]
+    shape = {"family": family, "num_layers": 1, "tap_ids": taps, "anchor_drafts": True, "fusion_init": "random"}
+    run(settings(tmp_path, **shape), tmp_path / "run")
+    code, said = doctor(tmp_path, capsys, monkeypatch)
+    assert code == 0 and "healthy" in said and "none: it drafts token after token" in said
+    if family == "eagle3":
+        edit(config_of(tmp_path), lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3]))
+        code, said = doctor(tmp_path, capsys, monkeypatch)
+        assert code == 1 and "taps one layer earlier" in said.split("broken: ")[1]
+
+
 PLANTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "ids that count the embedding": (
         lambda c: c["dflash_config"].update(target_layer_ids=[2, 3]),

@@ -8,11 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.drafters.block import BlockDrafter, BlockModel
+from blockdraft.drafters.block import BlockDrafter
+from blockdraft.drafters.chain import ChainDrafter
+from blockdraft.drafters.head import draft_index
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.targets.base import Target
 from blockdraft.train.batches import make_batch
 from blockdraft.train.data import Sample
 from blockdraft.train.features import compute
+from blockdraft.train.forward import taught_rows
 
 TOLERANCE = 1e-3  # relative to the largest number of a tensor
 ANCHORS = 12
@@ -20,7 +24,9 @@ CHUNKS = (1, 3, 2, 5)  # tokens committed at once, in turn
 
 
 @torch.no_grad()
-def first_difference(target: Target, model: BlockModel, drafter: BlockDrafter, sample: Sample) -> str | None:
+def first_difference(
+    target: Target, model: DraftNetwork, drafter: BlockDrafter | ChainDrafter, sample: Sample
+) -> str | None:
     """The first tensor that differs between training's rows and drafting, in words; None: none does.
 
     `model` holds the drafter's weights as training has them.  An answer is committed piece by piece, as rounds would,
@@ -33,17 +39,14 @@ def first_difference(target: Target, model: BlockModel, drafter: BlockDrafter, s
         target.set_taps(config.tap_ids)
         taps = compute(target, [sample], 0)[0].taps[None]
     batch = make_batch([sample], ANCHORS, 0, 0, config, 1.0, device)
-    tokens = None if config.injection == "kv" else target.embed(batch.ids)
-    context = model.context(taps, batch.positions, tokens)
+    hidden, context = taught_rows(model, target, batch, taps)
     blocks = batch.blocks
-    lengths = blocks.context_lengths
-    hidden = model(target.embed(blocks.ids), blocks.positions, context, lengths, context.before(lengths))
     first = hidden[0, :, config.block_size - config.max_drafts]
-    expected = _first_drafts(model, drafter, first, blocks.ids[0, :, 0])
+    expected = _first_drafts(model, target, drafter.draft_ids, first, blocks.ids[0, :, 0])
 
     state = drafter.new_state(1, len(sample) + config.block_size + 1)
     done = turn = 0
-    for anchor, draft in zip(lengths[0].tolist(), expected, strict=True):
+    for anchor, draft in zip(blocks.context_lengths[0].tolist(), expected, strict=True):
         while done < anchor:
             count = min(CHUNKS[turn % len(CHUNKS)], anchor - done)
             part = slice(done, done + count)
@@ -60,10 +63,13 @@ def first_difference(target: Target, model: BlockModel, drafter: BlockDrafter, s
     return None
 
 
-def _first_drafts(model: BlockModel, drafter: BlockDrafter, hidden: Tensor, anchors: Tensor) -> list[int]:
+def _first_drafts(
+    model: DraftNetwork, target: Target, draft_ids: Tensor | None, hidden: Tensor, anchors: Tensor
+) -> list[int]:
     """Arg-max tokens of rows that follow the anchors."""
-    logits = hidden @ drafter.target.head_rows(drafter.draft_ids).to(hidden.dtype).T
+    head = target.head_rows(draft_ids) if model.lm_head is None else model.lm_head.weight
+    logits = hidden @ head.to(hidden.dtype).T
     if model.markov_head is not None:
-        logits = logits + model.markov_head(drafter.head_row[anchors])
+        logits = logits + model.markov_head(draft_index(draft_ids, target.info.vocab_size, anchors.device)[anchors])
     rows = logits.argmax(dim=-1)
-    return [int(token) for token in (rows if drafter.draft_ids is None else drafter.draft_ids[rows])]
+    return [int(token) for token in (rows if draft_ids is None else draft_ids[rows])]

@@ -40,7 +40,9 @@ def wiring(config: DrafterConfig, info: TargetInfo, samples: Sequence[Sample], t
     """The configuration against the target; widths and layer counts are checked when a drafter is loaded."""
     found = [Finding("target", "ok", f"{info.num_layers} layers of width {info.hidden_size}, {info.vocab_size} tokens")]
     mask = config.mask_token_id
-    if mask in info.eos_token_ids:
+    if mask is None:
+        found.append(Finding("mask token", "ok", "none: it drafts token after token"))
+    elif mask in info.eos_token_ids:
         found.append(Finding("mask token", "fault", f"{mask} ends answers in this target: it cannot stand for a gap"))
     elif any(bool((sample.ids == mask).any()) for sample in samples):
         found.append(Finding("mask token", "fault", f"{mask} occurs in prompts or answers: it cannot stand for a gap"))

@@ -11,7 +11,7 @@ Letters: B samples, S tokens, T taps, D hidden width, A anchors, Q block rows, K
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import LossConfig
-from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.head import draft_index
 from blockdraft.drafters.layers import BlockLayer
+from blockdraft.drafters.network import DraftNetwork
 from blockdraft.ops.layers import rotary_frequencies
 from blockdraft.targets.base import Target
 from blockdraft.train.batches import make_batch
 from blockdraft.train.data import Sample
 from blockdraft.train.features import collate, compute
+from blockdraft.train.forward import taught_rows
 from blockdraft.train.loss import block_loss
 
 ANCHORS = 48  # of each answer
@@ -110,7 +111,9 @@ class Accepted:
 class Rows:
     """Answers with the taps of all layers that any fault asks for, read once."""
 
-    def __init__(self, target: Target, model: BlockModel, samples: Sequence[Sample], draft_ids: Tensor | None) -> None:
+    def __init__(
+        self, target: Target, model: DraftNetwork, samples: Sequence[Sample], draft_ids: Tensor | None
+    ) -> None:
         self.target, self.model, self.samples = target, model, list(samples)
         config, info = model.config, target.info
         self._layers = sorted(
@@ -121,7 +124,7 @@ class Rows:
             target.set_taps(self._layers)
             read = [compute(target, [sample], 0)[0] for sample in samples]
             self._taps = collate(self.samples, read, info.device).taps
-        self.head = target.head_rows(draft_ids).float()
+        self.head = (target.head_rows(draft_ids) if model.lm_head is None else model.lm_head.weight).float()
         self.index = draft_index(draft_ids, info.vocab_size, info.device)
 
     def fits(self, fault: Fault, rope_theta: float | None) -> bool:
@@ -132,7 +135,7 @@ class Rows:
             return bool(config.tap_ids) and set(shifted) <= set(self._layers)
         if fault.target_rope:
             return rope_theta is not None and config.rope_scaling is None and rope_theta != config.rope_theta
-        return not (config.order == "autoregressive" and (fault.flip_labels or fault.flip_causality))
+        return not (config.token_by_token and (fault.flip_labels or fault.flip_causality))
 
     @torch.no_grad()
     def accepted(self, fault: Fault = AS_CONFIGURED, rope_theta: float | None = None) -> Accepted:
@@ -140,18 +143,14 @@ class Rows:
         config, device = self.model.config, self.target.info.device
         asked = config.model_copy(update={"anchor_drafts": not config.anchor_drafts}) if fault.flip_labels else config
         batch = make_batch(self.samples, ANCHORS, 0, 0, asked, math.inf, device)
-        longest = batch.ids.shape[1]
-        lengths = (batch.blocks.context_lengths + fault.context_shift).clamp(0, longest)
-        blocks = replace(batch.blocks, positions=batch.blocks.positions + fault.position_shift)
+        lengths = (batch.blocks.context_lengths + fault.context_shift).clamp(0, batch.ids.shape[1])
+        positions = batch.blocks.positions + fault.position_shift
+        blocks = replace(batch.blocks, positions=positions, context_lengths=lengths)
         taps = None
         if self._taps is not None:
             taps = self._taps[:, :, [self._layers.index(tap + fault.tap_shift) for tap in config.tap_ids]]
-        tokens = None if config.injection == "kv" else self.target.embed(batch.ids)
         with _made(self.model, fault, rope_theta):
-            context = self.model.context(taps, batch.positions, tokens)
-            hidden = self.model(
-                self.target.embed(blocks.ids), blocks.positions, context, lengths, context.before(lengths)
-            )
+            hidden, _ = taught_rows(self.model, self.target, replace(batch, blocks=blocks), taps)
         loss = block_loss(hidden, blocks, self.head, self.index, None, asked, LossConfig(), self.model.markov_head)
         right, count = loss.correct.tolist(), loss.count.tolist()
         return Accepted(
@@ -167,19 +166,20 @@ def gains(configured: Accepted, faulty: Accepted) -> bool:
 
 
 @contextmanager
-def _made(model: BlockModel, fault: Fault, rope_theta: float | None) -> Iterator[None]:
+def _made(model: DraftNetwork, fault: Fault, rope_theta: float | None) -> Iterator[None]:
     """The model with the fault in its layers or its rotary base, for as long as it takes."""
-    attentions = [cast("BlockLayer", layer).self_attn for layer in model.layers]
-    frequencies, causal = model.inverse_frequencies, [attention.causal for attention in attentions]
+    attentions = []
+    if fault.flip_causality:
+        attentions = [layer.self_attn for layer in cast("Iterable[BlockLayer]", model.layers)]
+    frequencies = model.inverse_frequencies
     try:
-        if fault.flip_causality:
-            for attention in attentions:
-                attention.causal = not attention.causal
+        for attention in attentions:
+            attention.causal = not attention.causal
         if fault.target_rope and rope_theta is not None:
             made, _ = rotary_frequencies(model.config.head_dim, rope_theta, None)
             model.inverse_frequencies = made.to(frequencies.device)
         yield
     finally:
         model.inverse_frequencies = frequencies
-        for attention, was in zip(attentions, causal, strict=True):
-            attention.causal = was
+        for attention in attentions:
+            attention.causal = not attention.causal

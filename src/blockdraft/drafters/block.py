@@ -171,7 +171,7 @@ class BlockDrafter:
         self.model, self.config, self.target, self.draft_ids, self.name = model, config, target, draft_ids, name
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
         self._head = target.head if draft_ids is None else reduced_head(target.head_rows(draft_ids))
-        self.head_row = draft_index(draft_ids, info.vocab_size, info.device)
+        self._head_row = draft_index(draft_ids, info.vocab_size, info.device)
 
     def new_state(self, slots: int, capacity: int) -> ContextCache:
         """The context cache; what is committed in it is what was observed."""
@@ -256,7 +256,7 @@ class BlockDrafter:
     def _follow(self, logits: Tensor, anchors: Tensor) -> Tensor:
         """Choose from left to right, each token knowing the one before: logits [B, K, V'] -> rows [B, K]."""
         assert self.model.markov_head is not None, "the caller looks"
-        previous, chosen = self.head_row[anchors], []
+        previous, chosen = self._head_row[anchors], []
         for k in range(logits.shape[1]):
             previous = (logits[:, k] + self.model.markov_head(previous)).argmax(dim=-1)
             chosen.append(previous)

@@ -27,6 +27,7 @@ from blockdraft.targets.base import Target
 from blockdraft.train.batches import Batch, Batches, make_batch
 from blockdraft.train.data import Dataset
 from blockdraft.train.features import FeatureBatch, Features
+from blockdraft.train.forward import taught_rows
 from blockdraft.train.log import Log, Meter
 from blockdraft.train.loss import BlockLoss, Teacher, block_loss, position_decay
 from blockdraft.train.progress import Meterbar, say
@@ -174,16 +175,12 @@ class _Run:
         self._after(epoch)
 
     def _loss(self, batch: Batch, features: FeatureBatch) -> BlockLoss:
-        model, blocks = self.weights.model, batch.blocks
-        with torch.no_grad():
-            embedded = self.target.embed(blocks.ids).to(self.dtype)
-            tokens = self.target.embed(batch.ids).to(self.dtype) if model.config.reads_tokens else None
-        context = model.context(features.taps.to(self.dtype), batch.positions, tokens)
-        before = context.before(blocks.context_lengths)
-        hidden = model(embedded, blocks.positions, context, blocks.context_lengths, before)
+        model = self.weights.model
+        hidden, _ = taught_rows(model, self.target, batch, features.taps)
         teacher: Teacher | None = features.teacher if self.config.loss.soft_weight > 0 else None
         head = self.head if model.lm_head is None else model.lm_head.weight
-        return block_loss(hidden, blocks, head, self.index, teacher, model.config, self.config.loss, model.markov_head)
+        blocks, config = batch.blocks, self.config.loss
+        return block_loss(hidden, blocks, head, self.index, teacher, model.config, config, model.markov_head)
 
     def _after(self, epoch: int) -> None:
         """Log, evaluate and save where it is due."""
