@@ -1,0 +1,142 @@
+"""What passes cost: seconds as measured beforehand, and what rounds show about them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blockdraft.engine.means import Mean
+from blockdraft.text import write_whole
+
+
+@dataclass(frozen=True)
+class VerifyCosts:
+    """Seconds of the target's passes over a few tokens of each row, and of drafting.
+
+    seconds[i][j] is a pass over tokens[j] of each of rows[i] rows, each with `context` tokens before them;
+    per_context[i] is what a further token of context costs the passes of the fewest and of the most tokens.
+    drafting[i] is one proposal and the observing that goes with it.  Between what was measured, and beyond it, costs
+    run straight.  ValueError: numbers that cannot be costs.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    context: int
+    seconds: tuple[tuple[float, ...], ...]
+    per_context: tuple[tuple[float, float], ...]
+    drafting: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        axes = all(list(axis) == sorted(set(axis)) and axis and axis[0] >= 1 for axis in (self.rows, self.tokens))
+        shape = [len(self.tokens)] * len(self.rows) == [len(row) for row in self.seconds]
+        shape &= [2] * len(self.rows) == [len(row) for row in self.per_context] and len(self.drafting) == len(self.rows)
+        values = [*self.drafting, *(value for row in (*self.seconds, *self.per_context) for value in row)]
+        positive = all(value > 0 for row in self.seconds for value in row)
+        if not (axes and shape and positive and all(math.isfinite(value) and value >= 0 for value in values)):
+            raise ValueError("these are no costs: sorted axes, and finite seconds for all of them")
+
+    def verify(self, rows: int, tokens: int, context: int) -> float:
+        """Seconds of a pass over `tokens` of each of so many rows behind `context` tokens; never nothing."""
+        each = []
+        for seconds, (few, many) in zip(self.seconds, self.per_context, strict=True):
+            ends = (self.tokens[0], self.tokens[-1])
+            slope = few if ends[0] == ends[1] else interpolate(tokens, ends, (few, many))
+            each.append(interpolate(tokens, self.tokens, seconds) + slope * (context - self.context))
+        return max(interpolate(rows, self.rows, each), min(self.seconds[0]) / 2)
+
+    def draft(self, rows: int) -> float:
+        """Seconds of drafting for so many rows."""
+        return max(interpolate(rows, self.rows, self.drafting), 0.0)
+
+
+def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The value at x of straight lines through (xs, ys), which go on beyond the ends; xs rise."""
+    if len(xs) == 1:
+        return ys[0]
+    i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The rising values that are nearest to these, in squares: neighbours that fall are averaged."""
+    blocks: list[tuple[float, int]] = []  # (sum, count)
+    for value in values:
+        block = (value, 1)
+        while blocks and blocks[-1][0] * block[1] > block[0] * blocks[-1][1]:
+            total, count = blocks.pop()
+            block = (total + block[0], count + block[1])
+        blocks.append(block)
+    return [total / count for total, count in blocks for _ in range(count)]
+
+
+def cache_folder() -> Path | None:
+    """Where a user's programs keep what they can make again; None: this user has no such place."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "blockdraft"
+    except RuntimeError:  # nobody's home
+        return None
+
+
+def save_costs(path: Path, costs: VerifyCosts, about: Mapping[str, Any]) -> None:
+    """Write costs with what they are about.  A folder that cannot be written to is none of the user's worry."""
+    try:
+        write_whole(path, json.dumps({"about": about, "costs": asdict(costs)}, indent=1) + "\n")
+    except OSError:
+        return
+
+
+def load_costs(path: Path, about: Mapping[str, Any]) -> VerifyCosts | None:
+    """The costs that `save_costs` wrote about the same; None: there are none, or nobody can read them."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        costs = found["costs"]
+        loaded = VerifyCosts(
+            rows=tuple(costs["rows"]),
+            tokens=tuple(costs["tokens"]),
+            context=costs["context"],
+            seconds=tuple(tuple(row) for row in costs["seconds"]),
+            per_context=tuple((few, many) for few, many in costs["per_context"]),
+            drafting=tuple(costs["drafting"]),
+        )
+        return loaded if found["about"] == json.loads(json.dumps(about)) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class Pace:
+    """Real times of passes over the measured ones, by rows and by what is done; 1 where nothing is known.
+
+    A width that was seldom verified leans on all others.  Plain passes and wider ones lean on each other while only
+    one of them has been seen: what makes the machine slow is slow for both.
+    """
+
+    memory = 16.0  # passes that count
+    strength = 4.0  # passes that a prior counts as
+    outlier = 3.0  # a process that was put to sleep says nothing about a pass
+
+    def __init__(self) -> None:
+        self._means: defaultdict[Hashable, Mean] = defaultdict(lambda: Mean(self.memory))
+
+    def learn(self, rows: int, tokens: int, ratio: float) -> None:
+        """A pass over `tokens` of each of `rows` took `ratio` times what was measured; tokens 0: drafting did."""
+        ratio = min(ratio, self.outlier * self.factor(rows, tokens))
+        self._means[rows, min(tokens, 2)].add(ratio)
+        if tokens > 1:
+            self._means[rows, "width", tokens].add(ratio)
+
+    def factor(self, rows: int, tokens: int) -> float:
+        """By what to multiply the measured time of such a pass."""
+        if tokens == 0:
+            return self._means[rows, 0].value(1.0, 1.0)
+        plain, wider = self._means[rows, 1], self._means[rows, 2]
+        if tokens == 1:
+            return plain.value(wider.value(1.0, 1.0), 1.0)
+        return self._means[rows, "width", tokens].value(wider.value(plain.value(1.0, 1.0), 1.0), self.strength)
