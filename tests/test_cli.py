@@ -211,7 +211,7 @@ def test_drafters_that_need_no_training(
     monkeypatch.chdir(Path(target).parent)
     folder = Path(target).name
     common = ["generate", "Hello there there", "--target", folder, "--max-tokens", "30", "--seed", "3"]
-    common += ["--temperature", temperature]
+    common += ["--temperature", temperature, "--verify-width", "all"]
     _, plain, _ = run(capsys, *common, "--drafter", "none")
     for name in names:
         code, drafted, err = run(capsys, *common, "--drafter", name.format(folder))

@@ -10,13 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DRAFTERS, KINDS, LENGTH, SETTINGS, Case, make_case, references, run_case, target, untouched
+from cases import (
+    DRAFTERS,
+    KINDS,
+    LENGTH,
+    SETTINGS,
+    Case,
+    Whim,
+    make_case,
+    references,
+    run_case,
+    target,
+    untouched,
+    watchful,
+)
 from fakes import FakeDrafter, OracleDrafter
 
 from blockdraft.cache import KVCache
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.engine import step as step_room
+from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import RequestStats
 from blockdraft.ops.sampling import ChoiceState, choose
 
 CASES = 220
@@ -39,6 +54,18 @@ def test_every_answer_is_the_targets_own(part: int) -> None:
     enough = accepted["right"] > 25 and min(accepted["mixed"], accepted["model"]) > 3
     assert enough and accepted["ngram"] + accepted["lookup"] > 2, "drafts must be accepted, or nothing was tried"
     assert accepted["wrong"] == 0, "a wrong draft was accepted"
+
+
+@pytest.mark.parametrize("policy", [Whim, watchful])
+@pytest.mark.parametrize("part", range(2))
+def test_whatever_decides_how_much_is_verified(policy: Any, part: int) -> None:
+    """Drafting that stops and starts, and any width from round to round: at every temperature, among neighbours."""
+    total = RequestStats()
+    for seed in range(1000 + part * CASES // 4, 1000 + (part + 1) * CASES // 4):
+        for request in run_case(make_case(seed), policy):
+            total.add(request.stats)
+    assert total.accepted > 60 and sum(rounds > 0 for rounds in total.rounds_by_width) > 8
+    assert total.undrafted > 100 and total.rounds - total.undrafted > 300, "both ways were tried"
 
 
 def test_the_cases_reach_what_they_are_meant_to() -> None:
@@ -123,6 +150,19 @@ def test_a_faulty_engine_is_caught(place: Any, name: str, fault: Any, monkeypatc
     # AssertionError from the check; ValueError where a slot overflows.
     with pytest.raises((AssertionError, ValueError)):
         run_cases(cases)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("forget", lambda self, row: None), ("add", lambda self, *arguments: None)],
+)
+def test_a_drafter_that_is_told_too_much_or_too_little_is_caught(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backlog, name, fault)
+    with pytest.raises((AssertionError, ValueError)):
+        for seed in range(1000, 1030):
+            run_case(make_case(seed), Whim)
 
 
 def test_the_fake_drafters_are_what_they_claim() -> None:

@@ -54,11 +54,11 @@ class Habit:
             self.doubt(PROBE)
         return not self.pays
 
-    def learn(self, tokens: float, cost: float) -> None:
-        """A drafted round gave so many tokens per row and cost so many plain rounds."""
+    def learn(self, tokens: float, cost: float, dearer: float) -> None:
+        """A drafted round gave so many tokens per row and cost so many plain rounds, times what `Pace` has found."""
         self.tokens.add(tokens)
         self.cost.add(cost)
-        pays = self.tokens.total >= (1.0 - TOLERANCE) * self.cost.total
+        pays = self.tokens.total >= (1.0 - TOLERANCE) * self.cost.total * dearer
         if pays != self.pays and self.tokens.weight >= ENOUGH:
             self.pays, self.wait, self.left = pays, FIRST_WAIT, FIRST_WAIT
 
@@ -157,7 +157,7 @@ class Adaptive:
                 self.pace.learn(rows, 0, current.drafting / drafting)
             gained = sum(len(ids) for ids in committed) / rows
             cost = (self._seconds(0, current) + self._seconds(tokens, current)) / self._seconds(1, current)
-            self._habit(rows).learn(gained, cost)
+            self._habit(rows).learn(gained, cost / self.pace.dearer(rows), self.pace.dearer(rows))
             self.debt = min(max(self.debt + cost - gained, min(self.debt, 0.0)), DEEPEST)
         self._drafted_before = current.drafting is not None
 

@@ -6,10 +6,11 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from blockdraft.engine.means import Mean
@@ -112,31 +113,50 @@ def load_costs(path: Path, about: Mapping[str, Any]) -> VerifyCosts | None:
 
 
 class Pace:
-    """Real times of passes over the measured ones, by rows and by what is done; 1 where nothing is known.
+    """Corrects measured costs, relative to each other, by the times that passes really take.
 
-    A width that was seldom verified leans on all others.  Plain passes and wider ones lean on each other while only
-    one of them has been seen: what makes the machine slow is slow for both.
+    How fast a machine is changes from minute to minute and matters to all passes alike, so what is learned is only
+    how they compare.  Plain passes and those with drafts are compared where one follows the other; widths with the
+    passes around them.  A width that was seldom verified leans on all others.
     """
 
-    memory = 16.0  # passes that count
+    pairs = 8  # neighbours that count
+    memory = 16.0  # passes of one width that count
+    recent = 6.0  # passes that tell how fast the machine is
     strength = 4.0  # passes that a prior counts as
-    outlier = 3.0  # a process that was put to sleep says nothing about a pass
+    outlier = 2.0  # times what is expected, at most: a process that was put to sleep says nothing about a pass
 
     def __init__(self) -> None:
-        self._means: defaultdict[Hashable, Mean] = defaultdict(lambda: Mean(self.memory))
+        self._pairs: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self.pairs))
+        self._widths: defaultdict[tuple[int, int], Mean] = defaultdict(lambda: Mean(self.memory))
+        self._speed = Mean(self.recent)
+        self._last: tuple[int, bool, float] | None = None  # rows, whether plain, ratio of the last pass
 
     def learn(self, rows: int, tokens: int, ratio: float) -> None:
         """A pass over `tokens` of each of `rows` took `ratio` times what was measured; tokens 0: drafting did."""
-        ratio = min(ratio, self.outlier * self.factor(rows, tokens))
-        self._means[rows, min(tokens, 2)].add(ratio)
-        if tokens > 1:
-            self._means[rows, "width", tokens].add(ratio)
+        known = self.factor(rows, tokens)
+        ratio = min(ratio, self.outlier * known * self._now())
+        if tokens > 0:
+            self._speed.add(ratio / known)
+            self._compare(rows, tokens == 1, ratio if tokens == 1 else ratio / known)
+        if tokens != 1:
+            self._widths[rows, tokens].add(ratio / self._now())
+
+    def _compare(self, rows: int, plain: bool, ratio: float) -> None:
+        """What a pass says about the other kind, if one of that came just before."""
+        if self._last is not None and self._last[:2] == (rows, not plain):
+            self._pairs[rows].append(self._last[2] / ratio if plain else ratio / self._last[2])
+        self._last = rows, plain, ratio
+
+    def _now(self) -> float:
+        return self._speed.value(1.0, 0.01)
+
+    def dearer(self, rows: int) -> float:
+        """How much dearer passes with drafts are, over plain ones, than was measured."""
+        return median(self._pairs[rows]) if self._pairs[rows] else 1.0
 
     def factor(self, rows: int, tokens: int) -> float:
-        """By what to multiply the measured time of such a pass."""
-        if tokens == 0:
-            return self._means[rows, 0].value(1.0, 1.0)
-        plain, wider = self._means[rows, 1], self._means[rows, 2]
+        """By what to multiply the measured time of such a pass, to compare it with that of another."""
         if tokens == 1:
-            return plain.value(wider.value(1.0, 1.0), 1.0)
-        return self._means[rows, "width", tokens].value(wider.value(plain.value(1.0, 1.0), 1.0), self.strength)
+            return 1.0 / self.dearer(rows)
+        return self._widths[rows, tokens].value(1.0, self.strength if tokens else 0.5)
