@@ -159,7 +159,7 @@ class Timed:
 
     def measure(self, **options):  # type: ignore[no-untyped-def]
         drafter = NoDrafts(7, tiny.VOCAB)
-        return profile.measure_costs(self.target, drafter, (1, 3), 1024, clock=lambda: self.now, **options)
+        return profile.measure_costs(self.target, drafter, (1, 3), clock=lambda: self.now, **options)
 
 
 def test_what_is_measured_is_what_passes_take() -> None:
@@ -196,21 +196,21 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return measure(*arguments, budget=0.0)
 
     monkeypatch.setattr(profile, "measure_costs", counted)
-    first = profile.known_costs(target, drafter, 2, 256)
-    assert profile.known_costs(target, drafter, 2, 256) == first and calls == [(1, 2)]
+    first = profile.known_costs(target, drafter, 2)
+    assert profile.known_costs(target, drafter, 2) == first and calls == [(1, 2)]
     torch.set_num_threads(2)
     try:
-        profile.known_costs(target, drafter, 2, 256)
+        profile.known_costs(target, drafter, 2)
     finally:
         torch.set_num_threads(1)
     assert calls == [(1, 2)] * 2, "other threads, other costs"
-    profile.known_costs(target, NoDrafts(4, tiny.VOCAB), 1, 256)
+    profile.known_costs(target, NoDrafts(4, tiny.VOCAB), 1)
     assert calls[2:] == [(1,)]
     for path in (tmp_path / "blockdraft" / "costs").iterdir():
         path.write_text("{")
-    assert profile.known_costs(target, drafter, 2, 256).tokens == first.tokens and len(calls) == 4
+    assert profile.known_costs(target, drafter, 2).tokens == first.tokens and len(calls) == 4
     monkeypatch.setattr(profile, "cache_folder", lambda: None)
-    profile.known_costs(target, drafter, 2, 256)
+    profile.known_costs(target, drafter, 2)
     assert len(calls) == 5
 
 

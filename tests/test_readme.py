@@ -14,7 +14,7 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "docs" / "ablations.md")
+TEXTS = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("training.md", "ablations.md", "performance.md")))
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 
 

@@ -33,7 +33,7 @@ class Habit:
     """Whether drafting pays for some number of rows, from tokens per row and costs (in plain rounds) of such rounds.
 
     After `left` more rounds the other way is tried once: drafting, where it did not pay, to see whether it does now;
-    a plain round, where it does, to know what that costs.  The better way stays what it is for twice as long.
+    a plain round, where it does, to know what that costs.  If that changes nothing, the next try waits twice as long.
     """
 
     tokens: Mean = field(default_factory=lambda: Mean(MEMORY))

@@ -126,8 +126,7 @@ class Engine:
         if drafter is None:
             return Fixed(0)
         if width == "auto":
-            measure = partial(known_costs, self.target, drafter, config.slots, self.capacity)
-            return Adaptive(drafter.max_drafts, measure)
+            return Adaptive(drafter.max_drafts, partial(known_costs, self.target, drafter, config.slots))
         return Fixed(drafter.max_drafts if width is None else min(width, drafter.max_drafts))
 
     def _admit(self) -> list[Request]:

@@ -28,16 +28,16 @@ PROMPT = 8  # tokens that the drafter sees before it is timed
 VERSION = 1
 
 
-def known_costs(target: Target, drafter: Drafter, slots: int, capacity: int) -> VerifyCosts:
-    """Costs for 1 to `slots` rows of at most `capacity` tokens: as remembered, or measured now and remembered."""
+def known_costs(target: Target, drafter: Drafter, slots: int) -> VerifyCosts:
+    """Costs for 1 to `slots` rows: as remembered, or measured now and remembered."""
     rows = tuple(sorted({1, slots}))
-    about, folder = describe(target, drafter, rows, capacity), cache_folder()
+    about, folder = describe(target, drafter, rows), cache_folder()
     if folder is None:
-        return measure_costs(target, drafter, rows, capacity)
+        return measure_costs(target, drafter, rows)
     path = cost_file(folder, about)
     costs = load_costs(path, about)
     if costs is None:
-        costs = measure_costs(target, drafter, rows, capacity)
+        costs = measure_costs(target, drafter, rows)
         save_costs(path, costs, about)
     return costs
 
@@ -47,7 +47,7 @@ def cost_file(folder: Path, about: dict[str, Any]) -> Path:
     return folder / "costs" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:20]}.json"
 
 
-def describe(target: Target, drafter: Drafter, rows: Sequence[int], capacity: int) -> dict[str, Any]:
+def describe(target: Target, drafter: Drafter, rows: Sequence[int]) -> dict[str, Any]:
     """Everything that costs depend on, as far as it is known here."""
     info = target.info
     device = torch.cuda.get_device_name(info.device) if info.device.type == "cuda" else str(info.device)
@@ -58,7 +58,6 @@ def describe(target: Target, drafter: Drafter, rows: Sequence[int], capacity: in
         "target": [info.name, type(target).__name__, *shape, str(info.dtype)],
         "drafter": [drafter.name, drafter.block_size, drafter.max_drafts, list(drafter.tap_ids)],
         "rows": list(rows),
-        "contexts": list(_contexts(target, drafter, rows[-1], capacity)),
     }
 
 
@@ -67,7 +66,6 @@ def measure_costs(
     target: Target,
     drafter: Drafter,
     rows: Sequence[int],
-    capacity: int,
     clock: Callable[[], float] = time.perf_counter,
     budget: float = BUDGET,
 ) -> VerifyCosts:
@@ -83,9 +81,9 @@ def measure_costs(
     seconds: list[tuple[float, ...]] = []
     slopes: list[tuple[float, float]] = []
     drafting: list[float] = []
-    short, _ = _contexts(target, drafter, 1, capacity)
+    short, _ = _contexts(target, drafter, 1)
     for count in rows:
-        _, long = _contexts(target, drafter, count, capacity)
+        _, long = _contexts(target, drafter, count)
         bench = _Passes(target, count, long + most, clock)
         drafting.append(_draft_seconds(target, drafter, count, clock, budget))
         ends = sorted({1, most})
@@ -157,9 +155,9 @@ def _draft_seconds(target: Target, drafter: Drafter, rows: int, clock: Callable[
     return min(found)
 
 
-def _contexts(target: Target, drafter: Drafter, rows: int, capacity: int) -> tuple[int, int]:
+def _contexts(target: Target, drafter: Drafter, rows: int) -> tuple[int, int]:
     """A short context and a longer one, both of which leave room for a pass."""
-    room = max(1, min(capacity, target.info.max_context) - drafter.max_drafts - 1)
+    room = max(1, target.info.max_context - drafter.max_drafts - 1)
     short = min(CONTEXTS[0], room)
     return short, max(short, min(CONTEXTS[1], room, CONTEXT_TOKENS // rows))
 
