@@ -111,12 +111,12 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     verdicts = torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1).tolist()
     kept = [count + 1 for count, *_ in verdicts]  # the anchor and the accepted drafts; the next token is unread
     pair.cache.truncate(rows, [start + count for start, count in zip(starts, kept, strict=True)])
-    pair.commit(rows, starts, block, out.taps, kept)
     results = [
         Verdict([*tokens[:count], following], width, asked)
         for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
     ]
     policy.learn([verdict.tokens for verdict in results])
+    pair.commit(rows, starts, block, out.taps, kept)
     return results
 
 
