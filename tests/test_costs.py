@@ -13,7 +13,7 @@ import torch
 from fakes import FakeDrafter
 
 from blockdraft.engine import profile
-from blockdraft.engine.costs import Pace, VerifyCosts, cache_folder, interpolate, load_costs, monotone, save_costs
+from blockdraft.engine.costs import Pace, VerifyCosts, interpolate, load_costs, monotone, save_costs
 
 COSTS = VerifyCosts((1, 4), (1, 3, 8), 64, ((1.0, 2.0, 4.5), (2.0, 5.0, 10.0)), ((0.0, 0.01), (0.1, 0.2)), (0.3, 0.9))
 
@@ -109,20 +109,6 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     save_costs(tmp_path / "file" / "costs.json", COSTS, {})
 
 
-def test_the_cache_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache_folder() == tmp_path / "x" / "blockdraft"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cache_folder() == tmp_path / ".cache" / "blockdraft"
-
-    def nobody() -> Path:
-        raise RuntimeError
-
-    monkeypatch.setattr(Path, "home", nobody)
-    assert cache_folder() is None
-
-
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +172,12 @@ def test_a_slow_target_is_measured_as_little_as_possible() -> None:
     assert costs.verify(3, 4, 64) == pytest.approx(between), "the rest is on the line between"
 
 
+def nobody() -> Path:
+    raise RuntimeError("no home")
+
+
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOCKDRAFT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, drafter, calls = tiny.tiny_target(), NoDrafts(3, tiny.VOCAB), []
     measure = profile.measure_costs
@@ -209,7 +200,9 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for path in (tmp_path / "blockdraft" / "costs").iterdir():
         path.write_text("{")
     assert profile.known_costs(target, drafter, 2).tokens == first.tokens and len(calls) == 4
-    monkeypatch.setattr(profile, "cache_folder", lambda: None)
+    for name in ("BLOCKDRAFT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
     profile.known_costs(target, drafter, 2)
     assert len(calls) == 5
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -75,15 +74,6 @@ def monotone(values: Sequence[float]) -> list[float]:
             block = (total + block[0], count + block[1])
         blocks.append(block)
     return [total / count for total, count in blocks for _ in range(count)]
-
-
-def cache_folder() -> Path | None:
-    """Where a user's programs keep what they can make again; None: this user has no such place."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(folder) if folder else Path.home() / ".cache") / "blockdraft"
-    except RuntimeError:  # nobody's home
-        return None
 
 
 def save_costs(path: Path, costs: VerifyCosts, about: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter
-from blockdraft.engine.costs import VerifyCosts, cache_folder, interpolate, load_costs, monotone, save_costs
+from blockdraft.engine.costs import VerifyCosts, interpolate, load_costs, monotone, save_costs
 from blockdraft.targets.base import Target
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a row in one pass
@@ -30,11 +30,14 @@ VERSION = 1
 
 def known_costs(target: Target, drafter: Drafter, slots: int) -> VerifyCosts:
     """Costs for 1 to `slots` rows: as remembered, or measured now and remembered."""
+    from blockdraft.targets.resolve import cache_folder
+
     rows = tuple(sorted({1, slots}))
-    about, folder = describe(target, drafter, rows), cache_folder()
-    if folder is None:
+    about = describe(target, drafter, rows)
+    try:
+        path = cost_file(cache_folder(), about)
+    except RuntimeError:  # a user without a home
         return measure_costs(target, drafter, rows)
-    path = cost_file(folder, about)
     costs = load_costs(path, about)
     if costs is None:
         costs = measure_costs(target, drafter, rows)
