@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,14 +15,17 @@ from tiny import EOS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, SamplingParams
-from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.base import Drafter, Proposal
 from blockdraft.drafters.block import BlockDrafter
 from blockdraft.drafters.chain import ChainDrafter
 from blockdraft.drafters.families import as_drafter, new_model
 from blockdraft.drafters.independent import IndependentDrafter
 from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
+from blockdraft.engine.adaptive import Adaptive
+from blockdraft.engine.costs import VerifyCosts
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.policy import Policy, Row, available
 from blockdraft.engine.request import Request
 from blockdraft.targets.base import Target
 from blockdraft.targets.dense import DenseTarget
@@ -196,11 +200,50 @@ def trained_drafter(kind: str, block_size: int, member: str) -> BlockDrafter | C
     return as_drafter(new_model(config).eval(), target(kind), None, member)
 
 
-def run_case(case: Case) -> list[Request]:
+class Whim:
+    """A policy that does as it likes: drafts for a while or not, and verifies any number of what there is."""
+
+    def __init__(self, limit: int, seed: int) -> None:
+        self.limit, self.rng = limit, random.Random(seed)
+        self.drafts = True
+
+    def begin(self, rows: Sequence[Row]) -> bool:
+        if self.rng.random() < 0.3:
+            self.drafts = not self.drafts
+        return self.drafts
+
+    def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
+        return [self.rng.randint(0, top) for top in available(proposal, limits)]
+
+    def learn(self, committed: Sequence[Sequence[int]]) -> None:
+        assert all(committed)
+
+    def admit(self, slot: int) -> None:
+        self.drafts = slot % 2 == 0
+
+
+def watchful(limit: int, seed: int) -> Adaptive:
+    """The real policy among costs that are made up, by a clock that stumbles: it turns to and fro all the time."""
+    rng = random.Random(seed)
+    draft, wide = rng.choice((0.0, 0.05, 0.5)), rng.choice((1.0, 1.2, 3.0))
+    costs = VerifyCosts((1, 4), (1, 8), 8, ((1.0, wide), (1.5, 2 * wide)), ((0.0, 0.0), (0.0, 0.0)), (draft, draft))
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += rng.choice((0.1, 1.0, 2.0))
+        return now
+
+    return Adaptive(limit, lambda: costs, clock)
+
+
+def run_case(case: Case, make_policy: Callable[[int, int], Policy] | None = None) -> list[Request]:
     """Run a case with its requests admitted in random order at random times; assert all that is promised."""
     rng = random.Random(case.seed)
     tokenizer = ByteTokenizer()
-    engine = Engine(target(case.kind), make_drafter(case), case.config, tokenizer)  # type: ignore[arg-type]
+    drafter = make_drafter(case)
+    policy = make_policy(drafter.max_drafts, case.seed) if make_policy is not None else None
+    engine = Engine(target(case.kind), drafter, case.config, tokenizer, policy)  # type: ignore[arg-type]
     order = list(range(len(case.requests)))
     rng.shuffle(order)
     running: dict[int, Request] = {}

@@ -30,6 +30,9 @@ def check_stats(request: Request) -> None:
     assert stats.rounds - 1 <= stats.emitted - stats.accepted <= stats.rounds or stats.rounds == 0
     assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
     assert all(count <= stats.rounds for count in stats.accepted_by_position)
+    assert sum(stats.rounds_by_width) == stats.rounds >= stats.undrafted
+    assert sum(width * rounds for width, rounds in enumerate(stats.rounds_by_width)) == stats.drafted
+    assert stats.undrafted <= (stats.rounds_by_width or [0])[0], "a round without drafting verifies none"
     assert stats.tau == (stats.emitted / stats.rounds if stats.rounds else 0.0)
 
 

@@ -273,7 +273,9 @@ def test_what_rounds_leave_is_what_one_pass_over_the_text_would(member):
     state = engine.pair.state
     for row, text in drafter.committed.items():
         ids, length = torch.tensor([text]), len(text)
-        assert state.lengths[row] == length > 20
+        assert state.lengths[row] == length > 15, (
+            "all but what the last round gave, which is shown when it is next asked"
+        )
         context = drafter.model.context(said(target, ids, config), torch.arange(length)[None], target.embed(ids))
         for layer, (keys, values) in enumerate(context.layers):  # but slot 0, which nobody reads
             torch.testing.assert_close(state.keys[layer][row, :, 1:length], keys[0, :, 1:], rtol=1e-3, atol=1e-4)

@@ -193,6 +193,12 @@ def test_generate_streams_the_same_answer_with_every_drafter(
     assert "tau" in err
     code, coloured, _ = run(capsys, *common, "--drafter", drafter, "--show-accepted", "--verify-width", "2")
     assert (code, coloured) == (0, plain), "no colour codes where there is no terminal"
+    for width in ("all", "auto", "0"):
+        code, same, err = run(capsys, *common, "--drafter", drafter, "--verify-width", width)
+        assert (code, same) == (0, plain)
+        assert ("29 of 29 rounds without drafting" in err) == (width == "0"), err
+    code, _, err = run(capsys, *common, "--drafter", drafter, "--verify-width", "-1")
+    assert (code, err) == (2, "error: --verify-width -1: give a number of drafts, auto or all\n")
     code, smaller, _ = run(capsys, *common, "--drafter", drafter, "--block-size", "2")
     assert (code, smaller) == (0, plain)
     code, _, err = run(capsys, *common, "--drafter", drafter, "--block-size", "9")
@@ -211,7 +217,7 @@ def test_drafters_that_need_no_training(
     monkeypatch.chdir(Path(target).parent)
     folder = Path(target).name
     common = ["generate", "Hello there there", "--target", folder, "--max-tokens", "30", "--seed", "3"]
-    common += ["--temperature", temperature]
+    common += ["--temperature", temperature, "--verify-width", "all"]
     _, plain, _ = run(capsys, *common, "--drafter", "none")
     for name in names:
         code, drafted, err = run(capsys, *common, "--drafter", name.format(folder))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.config import ConfigError, DrafterConfig, SamplingParams, TrainConfig, load_config
+from blockdraft.config import ConfigError, DrafterConfig, EngineConfig, SamplingParams, TrainConfig, load_config
 
 RECIPE = "target: x\ndata:\n  files: [a.jsonl]\n"
 
@@ -30,6 +30,14 @@ def test_sampling_parameters_that_make_no_sense(values: Any, message: str) -> No
     with pytest.raises(ConfigError, match=message) as error:
         SamplingParams.parse(values)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("width", [-1, "all", "7", 2.5, True])
+def test_a_verify_width_is_a_number_or_auto(width: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^engine: verify_width: give a number of drafts, 0 or more, or auto$"):
+        EngineConfig.parse({"verify_width": width}, "engine")
+    for good in (0, 7, "auto", None):
+        assert EngineConfig.parse({"verify_width": good}).verify_width == good
 
 
 def test_one_stop_string_needs_no_list() -> None:

@@ -9,6 +9,7 @@ from oracles import by_hand, check_stats
 
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.base import Proposal
+from blockdraft.engine.costs import VerifyCosts
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import RequestStats
 
@@ -233,9 +234,9 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
 
 def test_stats_add_up() -> None:
     total = RequestStats()
-    total.add(RequestStats(2, 5, 6, 3, [2, 1]))
-    total.add(RequestStats(1, 4, 3, 3, [1, 1, 1]))
-    assert total == RequestStats(3, 9, 9, 6, [3, 2, 1]) and total.tau == 3.0
+    total.add(RequestStats(2, 5, 6, 3, [2, 1], [0, 0, 0, 2], 0))
+    total.add(RequestStats(2, 5, 3, 3, [1, 1, 1], [1, 0, 0, 1], 1))
+    assert total == RequestStats(4, 10, 9, 6, [3, 2, 1], [1, 0, 0, 3], 1) and total.tau == 2.5
     assert total.acceptance_rate == pytest.approx(6 / 9)
 
 
@@ -280,3 +281,27 @@ def test_an_interrupt_in_the_middle_loses_nothing(place: str, monkeypatch: pytes
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.output_ids == by_hand(target, prompt, params)
         check_stats(request)
+
+
+def test_auto_measures_before_it_needs_to_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    prompts = [[3, 4, 5], [6, 7]]
+    answers = [by_hand(target, prompt, params) for prompt in prompts]
+    asked = []
+    costs = VerifyCosts((1, 2), (1, 8), 64, ((1.0, 1.1), (1.1, 1.2)), ((0.0, 0.0), (0.0, 0.0)), (0.1, 0.1))
+    monkeypatch.setattr("blockdraft.engine.engine.known_costs", lambda *facts: asked.append(facts[2:]) or costs)
+    drafter = OracleDrafter(7, 61, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    engine = Engine(target, drafter, EngineConfig(slots=2, capacity=300, verify_width="auto"))
+    assert not asked, "a request comes first"
+    engine.prepare()
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    assert asked == [(2,)]
+    assert [request.output_ids for request in requests] == answers
+    for request in requests:
+        check_stats(request)
+        assert request.stats.accepted == request.stats.drafted > 0
+    Engine(target, drafter, EngineConfig()).prepare()
+    Engine(target, None, EngineConfig(verify_width="auto")).prepare()
+    assert len(asked) == 1, "nobody else has to know"

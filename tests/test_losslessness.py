@@ -11,21 +11,37 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHAINS, DRAFTERS, KINDS, LENGTH, SETTINGS, Case, make_case, references, run_case, target, untouched
+from cases import (
+    CHAINS,
+    DRAFTERS,
+    KINDS,
+    LENGTH,
+    SETTINGS,
+    Case,
+    Whim,
+    make_case,
+    references,
+    run_case,
+    target,
+    untouched,
+    watchful,
+)
 from fakes import FakeDrafter, OracleDrafter
 
 from blockdraft.cache import KVCache
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.engine import step as step_room
+from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import RequestStats
 from blockdraft.ops.sampling import ChoiceState, choose
 
 CASES = 220
 
 
-def run_cases(cases: list[Case]) -> None:
+def run_cases(cases: list[Case], policy: Any = None) -> None:
     for case in cases:
-        run_case(case)
+        run_case(case, policy)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -50,6 +66,18 @@ def test_answers_drafted_by_chains_are_the_targets_own(drafter: str) -> None:
         for (reference, *_), request in zip(case.requests, run_case(case), strict=True):
             drafted[reference.params.temperature] += request.stats.drafted
     assert min(drafted.values()) > 100, "every temperature was drafted for"
+
+
+@pytest.mark.parametrize("policy", [Whim, watchful])
+@pytest.mark.parametrize("part", range(2))
+def test_whatever_decides_how_much_is_verified(policy: Any, part: int) -> None:
+    """Drafting that stops and starts, and any width from round to round: at every temperature, among neighbours."""
+    total = RequestStats()
+    for seed in range(1000 + part * 30, 1030 + part * 30):
+        for request in run_case(make_case(seed), policy):
+            total.add(request.stats)
+    assert total.accepted > 30 and sum(rounds > 0 for rounds in total.rounds_by_width) > 8
+    assert total.undrafted > 100 and total.rounds - total.undrafted > 150, "both ways were tried"
 
 
 def test_the_cases_reach_what_they_are_meant_to() -> None:
@@ -134,6 +162,18 @@ def test_a_faulty_engine_is_caught(place: Any, name: str, fault: Any, monkeypatc
     # AssertionError from the check; ValueError where a slot overflows.
     with pytest.raises((AssertionError, ValueError)):
         run_cases(cases)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("forget", lambda self, row: None), ("add", lambda self, *arguments: None)],
+)
+def test_a_drafter_that_is_told_too_much_or_too_little_is_caught(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backlog, name, fault)
+    with pytest.raises((AssertionError, ValueError)):
+        run_cases([make_case(seed) for seed in range(1000, 1030)], Whim)
 
 
 def test_the_fake_drafters_are_what_they_claim() -> None:

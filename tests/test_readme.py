@@ -14,7 +14,8 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("training", "ablations", "doctor")))
+NAMED = ("training", "ablations", "doctor", "performance")
+TEXTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMED))
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 
 

@@ -27,6 +27,8 @@ class Answer:
     rounds: int = 0  # verify passes; 0: not known
     round_tokens: int = 0  # tokens that those passes emitted
     accepted_by_position: tuple[int, ...] = ()  # rounds in which drafts 1..k were all right
+    rounds_by_width: tuple[int, ...] = ()  # [k]: rounds that verified k drafts
+    undrafted: int = 0  # rounds for which the drafter was not asked
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from blockdraft.bench.measure import Answer, Arm, Row, Timed
@@ -53,6 +54,11 @@ def acceptance_by_position(answers: Sequence[Answer]) -> list[float]:
     return [round(count / rounds, 4) for count in right] if rounds else []
 
 
+def rounds_by_width(answers: Sequence[Answer]) -> list[int]:
+    """Rounds that verified k drafts; k = 0, 1, ..."""
+    return [sum(counts) for counts in zip_longest(*(answer.rounds_by_width for answer in answers), fillvalue=0)]
+
+
 def _pairs(arms: Sequence[Arm]) -> list[tuple[str, str]]:
     """(over, under) of every two arms: a later arm over an earlier one, but another library always below."""
     pairs = []
@@ -77,6 +83,8 @@ def _summarise_arm(
         "tau": tau(answers),
         "acceptance_by_position": acceptance_by_position(answers),
         "rounds": sum(answer.rounds for answer in answers),
+        "rounds_by_width": rounds_by_width(answers),
+        "rounds_without_drafting": sum(answer.undrafted for answer in answers),
         "identical": all(same) if same and arm.name != reference else None,
         "identical_answers": sum(same),
         "compared_answers": len(same),

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
+from blockdraft.cli.options import (
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    ImplOption,
+    TargetOption,
+    ThreadsOption,
+    VerifyWidthOption,
+    parse_verify_width,
+)
 from blockdraft.cli.wiring import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -44,7 +53,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each arm per prompt; the median counts.", min=1)] = 1,
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 1,
-    verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
+    verify_width: VerifyWidthOption = "auto",
     block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
     threads: ThreadsOption = None,
     output: Annotated[
@@ -55,7 +64,7 @@ def command(
     from blockdraft.bench.prompts import load_prompts
     from blockdraft.config import SamplingParams
 
-    names = [name.strip() for name in arms.split(",") if name.strip()]
+    names, width = [name.strip() for name in arms.split(",") if name.strip()], parse_verify_width(verify_width)
     if not names or set(names) - set(ARMS) or len(set(names)) != len(names):
         raise ValueError(f"--arms {arms}: give some of {','.join(ARMS)}, each once")
     if slots > 1 and "hf" in names:
@@ -85,7 +94,7 @@ def command(
         tokenizer=tokenizer,
         slots=slots,
         capacity=room,
-        verify_width=verify_width,
+        verify_width=width,
         block_size=block_size,
     )
     setup = {
@@ -99,9 +108,10 @@ def command(
         "drafter": describe_drafter(chosen, llm),
         "repeats": repeats,
         "slots": slots,
-        "verify_width": verify_width,
+        "verify_width": width,
         "machine": machine(),
     }
+    llm.engine.prepare()  # what is measured once for a machine is no part of anybody's time
     contenders = [make_arm(name, llm, target, room, slots, params) for name in names]
     run(prompts, contenders, chat, params, repeats, slots, setup, path, make_margin(llm, room))
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.options import DeviceOption, DrafterOption, DtypeOption, ImplOption, TargetOption, ThreadsOption
+from blockdraft.cli.options import (
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    ImplOption,
+    TargetOption,
+    ThreadsOption,
+    VerifyWidthOption,
+    parse_verify_width,
+)
 from blockdraft.cli.wiring import ASSETS, DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -43,14 +52,14 @@ def command(
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
     system: Annotated[str | None, typer.Option(help="System message, instead of the model's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it stands, without a chat template.")] = False,
-    verify_width: Annotated[int | None, typer.Option(help="Drafts verified per round; none: all.")] = None,
+    verify_width: VerifyWidthOption = "auto",
     block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Generate an answer: with a drafter it comes faster, and it is the same answer."""
     from blockdraft.config import SamplingParams
 
-    questions = read_prompts(prompts or [], demo)
+    questions, width = read_prompts(prompts or [], demo), parse_verify_width(verify_width)
     if raw and system is not None:
         raise ValueError("--system needs the chat template that --raw leaves out")
     params = SamplingParams.parse(
@@ -88,7 +97,7 @@ def command(
         tokenizer=tokenizer,
         slots=1,
         capacity=max(room, 8),
-        verify_width=verify_width,
+        verify_width=width,
         block_size=block_size,
     )
     if compare:
@@ -120,9 +129,17 @@ def run_stream(llm: LLM, chat: Chat, questions: Sequence[str], params: SamplingP
         )
         seconds = time.perf_counter() - began
         typer.echo()
-        count, drafted = len(output.token_ids), f", tau {output.stats.tau:.2f}" if llm.drafter is not None else ""
+        count, drafted = len(output.token_ids), describe_rounds(output) if llm.drafter is not None else ""
         line = f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s{drafted}, ended by "
         typer.secho(line + output.finish_reason, dim=True, err=True)
+
+
+def describe_rounds(output: Output) -> str:
+    """How the drafts fared: tau, how many were verified per round, and rounds without drafting if there were any."""
+    stats = output.stats
+    mean = stats.drafted / stats.rounds if stats.rounds else 0.0
+    without = f" ({stats.undrafted} of {stats.rounds} rounds without drafting)" if stats.undrafted else ""
+    return f", tau {stats.tau:.2f}, {mean:.1f} drafts verified per round{without}"
 
 
 def print_pieces(pieces: Generator[Piece, None, Output], show_accepted: bool) -> Output:
@@ -153,6 +170,7 @@ def run_comparison(llm: LLM, chat: Chat, questions: Sequence[str], params: Sampl
     arms = [engine_arm("plain", plain), engine_arm("drafted", llm.engine)]
     console = Console(highlight=False)
     rows: list[Row] = []
+    llm.engine.prepare()
     console.print("warming up, then plain and drafted in turn; an answer is shown when both have it", style="dim")
     for question, row in zip(questions, measure(prompts, arms, chat, params), strict=True):
         rows.append(row)

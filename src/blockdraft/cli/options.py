@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,4 +16,19 @@ DrafterOption = Annotated[
     str,
     typer.Option("--drafter", help="auto, none, ngram[:K], model:NAME[:K], a folder; or ngram+auto and the like."),
 ]
+VerifyWidthOption = Annotated[
+    str,
+    typer.Option(
+        "--verify-width", help="Drafts verified per round: a number, all, or auto: what pays here, down to none."
+    ),
+]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
+
+
+def parse_verify_width(text: str) -> int | Literal["auto"] | None:
+    """What `EngineConfig.verify_width` is to be; None: all.  ValueError: it is none of the three."""
+    if text == "auto":
+        return "auto"
+    if text != "all" and not text.isdecimal():
+        raise ValueError(f"--verify-width {text}: give a number of drafts, auto or all")
+    return None if text == "all" else int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -125,7 +125,9 @@ class EngineAnswers:
 
             self.recording = Recording(kept[0], target, tokenizer, kept[1], slots, room)
         answering = self.recording.target if self.recording is not None else target
-        self.llm: LLM = LLM(answering, drafter, tokenizer=tokenizer, slots=slots, capacity=room)
+        # A recorder would take the passes that "auto" measures for those of a prompt.
+        width: Literal["auto"] | None = "auto" if self.recording is None else None
+        self.llm: LLM = LLM(answering, drafter, tokenizer=tokenizer, slots=slots, capacity=room, verify_width=width)
 
     def answer(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         """One answer for each job, in the order in which they are finished.  ValueError: a prompt is too long."""

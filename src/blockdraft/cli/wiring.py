@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,9 +84,12 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase | None,
     capacity: int,
     slots: int = 1,
-    verify_width: int | None = None,
+    verify_width: int | Literal["auto"] | None = None,
 ) -> Engine:
-    """An engine of its own for a target that others may use too."""
+    """An engine of its own for a target that others may use too.
+
+    It verifies all drafts unless told otherwise: what training and ablations count must not depend on the machine.
+    """
     from blockdraft.config import EngineConfig
     from blockdraft.engine.engine import Engine
 
@@ -108,6 +111,8 @@ def engine_arm(name: str, engine: Engine) -> Arm:
                 rounds=request.stats.rounds,
                 round_tokens=request.stats.emitted,
                 accepted_by_position=tuple(request.stats.accepted_by_position),
+                rounds_by_width=tuple(request.stats.rounds_by_width),
+                undrafted=request.stats.undrafted,
             )
             for request in requests
         ]

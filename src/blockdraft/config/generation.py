@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from blockdraft.config.strict import Strict
 
@@ -48,4 +48,14 @@ class EngineConfig(Strict):
 
     slots: int = Field(1, ge=1, description="requests that run at once")
     capacity: int = Field(2048, ge=8, description="tokens of context kept per slot")
-    verify_width: int | None = Field(None, ge=0, description="drafts verified per round; None: all that are proposed")
+    verify_width: int | Literal["auto"] | None = Field(
+        None, description="drafts verified per round; auto: as many as pay; None: all that are proposed"
+    )
+
+    @field_validator("verify_width", mode="before")
+    @classmethod
+    def _a_number_of_drafts(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not (number or value in ("auto", None)):
+            raise ValueError("give a number of drafts, 0 or more, or auto")
+        return value

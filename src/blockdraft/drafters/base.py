@@ -52,8 +52,11 @@ class Lender(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens [B, K] for the positions after the anchors; confidence [B, K] is the draft's probability.
+    """Drafted tokens [B, K] for the positions after the anchors.
 
+    confidence [B, K] is how probable the drafter itself finds each, given those before it; NaN or None: it does not
+    say.  It chooses how much is verified and need not be true.  Confidences of one source are comparable: sources[b]
+    says which of a drafter's several ones row b's drafts are from; None: there is one.
     Of row b, the first counts[b] are drafts and the rest are padding that is never verified; None: all K are.
     K may be less than `max_drafts`, and 0 where there is nothing to draft.
     """
@@ -61,6 +64,7 @@ class Proposal:
     tokens: Tensor
     confidence: Tensor | None = None
     counts: Sequence[int] | None = None
+    sources: Sequence[int] | None = None
 
 
 class Drafter(Protocol):

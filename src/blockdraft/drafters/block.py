@@ -32,7 +32,7 @@ from blockdraft.cache import KVCache
 from blockdraft.config import DrafterConfig
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.fusion import mix_taps, peak_weights
-from blockdraft.drafters.head import draft_index, reduced_head
+from blockdraft.drafters.head import draft_index, probability, reduced_head
 from blockdraft.drafters.layers import BlockLayer, KeysValues
 from blockdraft.drafters.markov import MarkovHead
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
@@ -217,7 +217,7 @@ class BlockDrafter:
         lengths = [state.lengths[row] for row in rows]
         before = None if state.features is None else state.features[list(rows)][:, None]
         if self.config.order == "autoregressive":
-            return Proposal(self._one_by_one(state, rows, anchors, lengths, before))
+            return self._one_by_one(state, rows, anchors, lengths, before)
         config, device = self.config, anchors.device
         assert config.mask_token_id is not None, "a drafter of masks has one"
         ids = torch.full((len(rows), config.block_size), config.mask_token_id, device=device)
@@ -227,37 +227,45 @@ class BlockDrafter:
         context = Context(self._gather(state, rows, max(lengths)))
         hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts, before)[:, 0]
         logits = self._head(hidden[:, -self.max_drafts :])
-        tokens = logits.argmax(dim=-1) if self.model.markov_head is None else self._follow(logits, anchors)
-        return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens])
+        tokens = logits.argmax(dim=-1)
+        if self.model.markov_head is None:
+            sure = probability(logits, tokens)
+        else:
+            tokens, sure = self._follow(logits, anchors)
+        return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens], sure)
 
     def _one_by_one(
         self, state: ContextCache, rows: Sequence[int], tokens: Tensor, lengths: list[int], before: Tensor | None
-    ) -> Tensor:
+    ) -> Proposal:
         """Each draft is the next row's input: anchors [B] -> tokens [B, K].
 
         Rows leave their keys and values behind the context, uncommitted, where the rows after them see them.
         """
-        chosen = []
+        chosen, sure = [], []
         for _ in range(self.max_drafts):
             at = torch.tensor(lengths, device=tokens.device)[:, None]
             x = self.model.enter(self.target.embed(tokens)[:, None, None], before)
             x, made = self.model.rows(x, at[..., None], self._gather(state, rows, max(lengths)), at)
             for layer, (keys, values) in enumerate(made):
                 state.write(layer, rows, lengths, keys[:, 0].transpose(1, 2), values[:, 0].transpose(1, 2))
-            tokens = self._head(self.model.norm(x)[:, 0, 0]).argmax(dim=-1)
+            logits = self._head(self.model.norm(x)[:, 0, 0])
+            tokens = logits.argmax(dim=-1)
+            sure.append(probability(logits, tokens))
             tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
             chosen.append(tokens)
             lengths = [length + 1 for length in lengths]
-        return torch.stack(chosen, dim=1)
+        return Proposal(torch.stack(chosen, dim=1), torch.stack(sure, dim=1))
 
     def _gather(self, state: ContextCache, rows: Sequence[int], length: int) -> list[KeysValues]:
         return [state.gather(layer, rows, length) for layer in range(self.config.num_layers)]
 
-    def _follow(self, logits: Tensor, anchors: Tensor) -> Tensor:
-        """Choose from left to right, each token knowing the one before: logits [B, K, V'] -> rows [B, K]."""
+    def _follow(self, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose from left to right, each knowing the one before: logits [B, K, V'] -> head rows, confidence [B, K]."""
         assert self.model.markov_head is not None, "the caller looks"
-        previous, chosen = self._head_row[anchors], []
+        previous, chosen, sure = self._head_row[anchors], [], []
         for k in range(logits.shape[1]):
-            previous = (logits[:, k] + self.model.markov_head(previous)).argmax(dim=-1)
+            scores = logits[:, k] + self.model.markov_head(previous)
+            previous = scores.argmax(dim=-1)
             chosen.append(previous)
-        return torch.stack(chosen, dim=1)
+            sure.append(probability(scores, previous))
+        return torch.stack(chosen, dim=1), torch.stack(sure, dim=1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.block import ContextCache
-from blockdraft.drafters.head import reduced_head
+from blockdraft.drafters.head import probability, reduced_head
 from blockdraft.drafters.layers import KeysValues, Tables
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
 from blockdraft.ops.layers import RMSNorm
@@ -212,14 +212,17 @@ class ChainDrafter:
         assert state.features is not None, "a new state has them"
         starts = torch.tensor([state.lengths[row] for row in rows], device=anchors.device)[:, None]
         seen, lengths = visible(self._gather(state, rows), starts)
-        features, own, tokens, chosen = state.features[list(rows)][:, None], None, anchors, []
+        features, own, tokens = state.features[list(rows)][:, None], None, anchors
+        chosen, sure = [], []
         for k in range(self.max_drafts):
             embedding = self.target.embed(tokens)[:, None]
             features, own = self.model.step(embedding, features, starts + k, seen, lengths, own)
-            tokens = self._head(self.model.norm(features)[:, 0]).argmax(dim=-1)
+            logits = self._head(self.model.norm(features)[:, 0])
+            tokens = logits.argmax(dim=-1)
+            sure.append(probability(logits, tokens))
             tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
             chosen.append(tokens)
-        return Proposal(torch.stack(chosen, dim=1))
+        return Proposal(torch.stack(chosen, dim=1), torch.stack(sure, dim=1))
 
     def _gather(self, state: ContextCache, rows: Sequence[int], all_layers: bool = True) -> list[KeysValues]:
         """Committed keys and values of every layer, or of all but the last."""

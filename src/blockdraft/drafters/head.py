@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from blockdraft.ops.layers import PackedLinear
 
 
+def probability(logits: Tensor, chosen: Tensor) -> Tensor:
+    """What a draft head gives the tokens that were chosen: logits [..., V'], chosen [...] -> [...] in fp32."""
+    scores = logits.float()
+    return (scores.gather(-1, chosen[..., None])[..., 0] - scores.logsumexp(dim=-1)).exp()
+
+
 def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
     """Target id -> row of the draft head, -1 where a reduced head has none: [V]."""
     if draft_ids is None:

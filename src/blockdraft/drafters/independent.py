@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Proposal, TargetFacts
+from blockdraft.drafters.head import probability
 
 
 class Scores(Protocol):
@@ -126,14 +127,16 @@ class IndependentDrafter:
         logits = self.model.forward(feed, state.cache, rows).logits[each, last]
         state.cache.truncate(rows, [start + len(ids) + 1 for start, ids in zip(starts, unread, strict=True)])
         drafts = [logits.argmax(dim=-1)]
+        sure = [probability(logits, drafts[0])]
         while len(drafts) < steps:
             logits = self.model.forward(drafts[-1][:, None], state.cache, rows).logits[:, -1]
             drafts.append(logits.argmax(dim=-1))
+            sure.append(probability(logits, drafts[-1]))
         tokens = torch.stack(drafts, dim=1)
         read = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1).tolist()  # nobody has read the last draft
         for row, ids, behind in zip(rows, unread, read, strict=True):
             state.ahead[row] = [*ids, *behind]
-        return Proposal(tokens)
+        return Proposal(tokens, torch.stack(sure, dim=1))
 
 
 def _agreeing(left: Sequence[int], right: Sequence[int]) -> int:

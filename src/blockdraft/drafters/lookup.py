@@ -8,7 +8,7 @@ Letters: B rows, S tokens just committed, T taps, D hidden width, K drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from blockdraft.config import NgramConfig
 from blockdraft.drafters.base import Drafter, Proposal
 from blockdraft.drafters.ngram import NgramDrafter, Text
+
+OTHER, TEXT = 0, 1  # where a row's drafts are from: their confidences say different things
 
 
 @dataclass
@@ -59,16 +61,19 @@ class LookupDrafter:
         assert found.counts is not None, "a lookup says where it found nothing"
         silent = [b for b, count in enumerate(found.counts) if count == 0]
         if not silent:
-            return found
+            return replace(found, sources=[TEXT] * len(rows))
         drafted = self.other.propose(state.other, [rows[b] for b in silent], anchors[silent])
         if len(silent) == len(rows):
             return drafted
         width = max(found.tokens.shape[1], drafted.tokens.shape[1])
         tokens = torch.zeros(len(rows), width, dtype=anchors.dtype, device=anchors.device)
-        tokens[:, : found.tokens.shape[1]] = found.tokens
-        tokens[silent, : drafted.tokens.shape[1]] = drafted.tokens
+        sure = torch.full((len(rows), width), torch.nan)
+        for which, part in ((slice(None), found), (silent, drafted)):
+            tokens[which, : part.tokens.shape[1]] = part.tokens
+            sure[which, : part.tokens.shape[1]] = torch.nan if part.confidence is None else part.confidence.cpu()
         counts = list(found.counts)
         others = drafted.counts if drafted.counts is not None else [drafted.tokens.shape[1]] * len(silent)
         for b, count in zip(silent, others, strict=True):
             counts[b] = count
-        return Proposal(tokens, counts=counts)
+        sources = [TEXT if count else OTHER for count in found.counts]
+        return Proposal(tokens, sure, counts, sources)

@@ -34,10 +34,11 @@ class Text:
             for length in range(self.config.shortest, min(self.config.longest, end) + 1):
                 self.ends[tuple(self.ids[end - length :])] = end
 
-    def following(self, anchor: int) -> list[int]:
-        """What followed the latest earlier occurrence of the longest known ending: at most `max_drafts`, or nothing.
+    def following(self, anchor: int) -> tuple[list[int], int]:
+        """What followed the latest earlier occurrence of the longest known ending, and the length of that ending.
 
-        Where that runs into the end of the text, it goes on with what it has drafted: a text that repeats itself.
+        At most `max_drafts` tokens, or nothing.  Where that runs into the end of the text, it goes on with what it has
+        drafted: a text that repeats itself.
         """
         ending = [*self.ids[-self.config.longest :], anchor][-self.config.longest :]
         for length in range(len(ending), self.config.shortest - 1, -1):
@@ -45,8 +46,8 @@ class Text:
             if start is not None:
                 found = [*self.ids[start : start + self.config.max_drafts], anchor]
                 period = len(self.ids) + 1 - start
-                return [found[k % period] for k in range(self.config.max_drafts)]
-        return []
+                return [found[k % period] for k in range(self.config.max_drafts)], length
+        return [], 0
 
 
 class NgramDrafter:
@@ -77,8 +78,12 @@ class NgramDrafter:
             state[row].extend(ids[:count])
 
     def propose(self, state: list[Text], rows: Sequence[int], anchors: Tensor) -> Proposal:
-        """anchors [B] -> tokens [B, K]; K = 0 if no row has seen its ending before."""
+        """anchors [B] -> tokens [B, K]; K = 0 if no row has seen its ending before.
+
+        The longer the ending that was found, the surer: every further token that agrees halves the doubt.
+        """
         drafts = [state[row].following(anchor) for row, anchor in zip(rows, anchors.tolist(), strict=True)]
-        counts = [len(ids) for ids in drafts]
-        padded = [ids + [0] * (max(counts) - len(ids)) for ids in drafts]
-        return Proposal(torch.tensor(padded, dtype=anchors.dtype, device=anchors.device), counts=counts)
+        counts = [len(ids) for ids, _ in drafts]
+        padded = torch.tensor([ids + [0] * (max(counts) - len(ids)) for ids, _ in drafts], dtype=anchors.dtype)
+        sure = torch.tensor([[1.0 - 0.5**length] * max(counts) for _, length in drafts])
+        return Proposal(padded.to(anchors.device), sure, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.names import LookupChoice
@@ -45,6 +45,8 @@ class LLM:
     same words before), "model:NAME" (a smaller model), the settings of one of these, or a drafter that is ready;
     "ngram+" in front of a name looks the text up first and asks that drafter where there is nothing.
     `block_size` has the drafter draft smaller blocks than it was trained with.
+    `verify_width` is how many drafts a round verifies: "auto" as many as pay on this machine, down to none, which
+    takes a moment to measure at the first use; a number at most so many; None all.
     The answers are the same with every drafter, `slots` (requests at once), `verify_width` and `block_size`: exactly
     in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
     otherwise.
@@ -62,7 +64,7 @@ class LLM:
         implementation: str = "auto",
         slots: int = 8,
         capacity: int = 2048,
-        verify_width: int | None = None,
+        verify_width: int | Literal["auto"] | None = "auto",
         block_size: int | None = None,
     ) -> None:
         if block_size is not None and not isinstance(drafter, (str, Path, LookupChoice)):

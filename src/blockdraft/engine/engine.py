@@ -6,10 +6,14 @@ import heapq
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.base import Drafter
+from blockdraft.engine.adaptive import Adaptive
+from blockdraft.engine.policy import Fixed, Policy
+from blockdraft.engine.profile import known_costs
 from blockdraft.engine.request import Request, RequestStats
 from blockdraft.engine.step import Pair, prefill, speculate
 from blockdraft.ops.sampling import ChoiceState
@@ -24,7 +28,7 @@ class Engine:
     """Generates with a target and, unless `drafter` is None, a drafter.
 
     A request's answer does not depend on the requests beside it, nor on when it was added.  `stats` sums
-    up the finished requests.
+    up the finished requests.  `policy`: another one than `config.verify_width` asks for.
     """
 
     def __init__(
@@ -33,13 +37,13 @@ class Engine:
         drafter: Drafter | None,
         config: EngineConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.capacity = min(config.capacity, target.info.max_context)
         state = drafter.new_state(config.slots, self.capacity) if drafter is not None else None
         self.pair = Pair(target, target.new_cache(config.slots, self.capacity), drafter, state)
-        proposed = drafter.max_drafts if drafter is not None else 0
-        self.verify_limit = proposed if config.verify_width is None else min(config.verify_width, proposed)
+        self.policy = self._policy(config) if policy is None or drafter is None else policy
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_slots = list(range(config.slots))
@@ -88,9 +92,9 @@ class Engine:
         admitted = self._admit()
         advanced = list(self.running)
         if advanced:
-            for request, verdict in zip(advanced, speculate(self.pair, advanced, self.verify_limit), strict=True):
+            for request, verdict in zip(advanced, speculate(self.pair, advanced, self.policy), strict=True):
                 kept = request.emit(verdict.tokens, verdict.num_accepted)
-                request.stats.count(verdict.width, verdict.num_accepted, kept, request.done)
+                request.stats.count(verdict.width, verdict.num_accepted, kept, request.done, verdict.asked)
                 if request.done:
                     self._release(request)
         return advanced + [request for request in admitted if request not in advanced]
@@ -112,6 +116,19 @@ class Engine:
         else:
             self.waiting.remove(request)
 
+    def prepare(self) -> None:
+        """Measure now what the policy has to know, instead of in the first round; nothing where it is known."""
+        if isinstance(self.policy, Adaptive):
+            self.policy.prepare()
+
+    def _policy(self, config: EngineConfig) -> Policy:
+        drafter, width = self.drafter, config.verify_width
+        if drafter is None:
+            return Fixed(0)
+        if width == "auto":
+            return Adaptive(drafter.max_drafts, partial(known_costs, self.target, drafter, config.slots))
+        return Fixed(drafter.max_drafts if width is None else min(width, drafter.max_drafts))
+
     def _admit(self) -> list[Request]:
         admitted = []
         while self.waiting and self.free_slots:
@@ -123,6 +140,7 @@ class Engine:
                 request.slot = None
                 heapq.heappush(self.free_slots, slot)
                 raise
+            self.policy.admit(slot)
             self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)

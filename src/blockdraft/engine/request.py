@@ -25,6 +25,8 @@ class RequestStats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    rounds_by_width: list[int] = field(default_factory=list)  # [k]: passes that verified k drafts
+    undrafted: int = 0  # rounds for which the drafter was not asked
 
     @property
     def tau(self) -> float:
@@ -36,19 +38,21 @@ class RequestStats:
         """Accepted drafts / verified drafts; 0 if none was verified."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def count(self, width: int, num_accepted: int, kept: int, done: bool) -> None:
+    def count(self, width: int, num_accepted: int, kept: int, done: bool, asked: bool) -> None:
         """Note a round that verified `width` drafts and accepted some; `kept` of its tokens were emitted.
 
-        In a round that ends the answer (`done`), drafts behind the last kept token do not count.
+        In a round that ends the answer (`done`), drafts behind the last kept token do not count.  `asked`: the
+        drafter was asked.
         """
         accepted = min(num_accepted, kept)
+        width = min(width, kept) if done else width
         self.rounds += 1
         self.emitted += kept
         self.accepted += accepted
-        self.drafted += min(width, kept) if done else width
-        self.accepted_by_position.extend([0] * (accepted - len(self.accepted_by_position)))
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
+        self.drafted += width
+        self.undrafted += not asked
+        _add(self.accepted_by_position, [1] * accepted)
+        _add(self.rounds_by_width, [0] * width + [1])
 
     def add(self, other: RequestStats) -> None:
         """Take in the counts of another request."""
@@ -56,10 +60,16 @@ class RequestStats:
         self.emitted += other.emitted
         self.drafted += other.drafted
         self.accepted += other.accepted
-        missing = len(other.accepted_by_position) - len(self.accepted_by_position)
-        self.accepted_by_position.extend([0] * missing)
-        for position, count in enumerate(other.accepted_by_position):
-            self.accepted_by_position[position] += count
+        self.undrafted += other.undrafted
+        _add(self.accepted_by_position, other.accepted_by_position)
+        _add(self.rounds_by_width, other.rounds_by_width)
+
+
+def _add(counts: list[int], more: Sequence[int]) -> None:
+    """Add counts to counts, place by place."""
+    counts.extend([0] * (len(more) - len(counts)))
+    for place, count in enumerate(more):
+        counts[place] += count
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Letters: B rows, S prompt tokens, K drafts, T taps, D hidden width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter
-from blockdraft.engine.policy import verify_widths
+from blockdraft.engine.backlog import Backlog
+from blockdraft.engine.policy import Policy, Row, verify_widths
 from blockdraft.engine.request import Request
 from blockdraft.ops.acceptance import accept
 from blockdraft.ops.sampling import choose
@@ -23,25 +24,48 @@ from blockdraft.targets.base import Target
 
 @dataclass
 class Pair:
-    """A target with its cache and, unless decoding is plain, a drafter with its state."""
+    """A target with its cache and, unless decoding is plain, a drafter with its state and what it has yet to see."""
 
     target: Target
     cache: KVCache
     drafter: Drafter | None
     state: Any
+    backlog: Backlog = field(default_factory=Backlog)
 
-    def observe(self, rows: Sequence[int], ids: Tensor, taps: Tensor | None, counts: Sequence[int]) -> None:
-        """Show the drafter the first counts[b] of ids [B, S], now committed, and their taps [B, S, T, D]."""
+    def begin(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
+        """Show the drafter another request's prompt [1, S] and its taps [1, S, T, D]."""
         if self.drafter is not None:
-            self.drafter.observe(self.state, rows, ids, taps, counts)
+            self.backlog.forget(slot)
+            self.drafter.reset(self.state, slot)
+            self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
+
+    def commit(
+        self, rows: Sequence[int], starts: Sequence[int], ids: Tensor, taps: Tensor | None, counts: Sequence[int]
+    ) -> None:
+        """The first counts[b] of ids [B, S], which stand from starts[b] on, are committed; taps [B, S, T, D]."""
+        if self.drafter is not None:
+            self.backlog.add(rows, starts, ids, taps, counts)
+            self.catch_up(self.backlog.full(rows))
+
+    def catch_up(self, rows: Sequence[int]) -> None:
+        """Show the drafter what was committed since it was last asked."""
+        shown = self.backlog.peek(rows)
+        if shown is not None and self.drafter is not None:
+            self.drafter.observe(self.state, shown.rows, shown.ids, shown.taps, shown.counts)
+            for row in shown.rows:
+                self.backlog.forget(row)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a round gave one row: the accepted drafts and the target's next token, and how many were verified."""
+    """What a round gave one row: the accepted drafts and the target's next token.
+
+    `width` drafts were verified; `asked` says whether the drafter was asked for any.
+    """
 
     tokens: list[int]
     width: int
+    asked: bool
 
     @property
     def num_accepted(self) -> int:
@@ -57,15 +81,13 @@ def prefill(pair: Pair, request: Request) -> int:
     pair.cache.truncate([slot], [0])
     ids = torch.tensor([request.prompt_ids], device=pair.target.info.device)
     out = pair.target.forward(ids, pair.cache, [slot], keep_logits=1)
-    if pair.drafter is not None:
-        pair.drafter.reset(pair.state, slot)
-    pair.observe([slot], ids, out.taps, [ids.shape[1]])
+    pair.begin(slot, ids, out.taps)
     return int(choose(out.logits, [request.choice], [ids.shape[1]]))
 
 
 @torch.inference_mode()
-def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdict]:
-    """One round for all running requests, which verifies up to `limit` drafts of each; 0 is plain decoding."""
+def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[Verdict]:
+    """One round for all running requests, which verifies as many drafts of each as the policy says."""
     device = pair.target.info.device
     rows = [request.slot for request in requests if request.slot is not None]
     starts = [request.num_read for request in requests]
@@ -73,8 +95,12 @@ def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdi
     anchors = torch.tensor([request.anchor for request in requests], device=device)
 
     room = [pair.cache.capacity - start for start in starts]
-    widths = verify_widths(limit, [request.remaining for request in requests], room)
-    drafts, widths = propose(pair, rows, anchors, widths)
+    limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
+    sampled = [request.params.temperature > 0 for request in requests]
+    wanted = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
+    drafts, widths, asked = anchors.new_empty(len(rows), 0), [0] * len(rows), wanted and max(limits) > 0
+    if asked:
+        drafts, widths = propose(pair, policy, rows, anchors, limits)
 
     block = torch.cat([anchors[:, None], drafts], dim=1)
     out = pair.target.forward(block, pair.cache, rows)
@@ -85,18 +111,21 @@ def speculate(pair: Pair, requests: Sequence[Request], limit: int) -> list[Verdi
     verdicts = torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1).tolist()
     kept = [count + 1 for count, *_ in verdicts]  # the anchor and the accepted drafts; the next token is unread
     pair.cache.truncate(rows, [start + count for start, count in zip(starts, kept, strict=True)])
-    pair.observe(rows, block, out.taps, kept)
-    return [
-        Verdict([*tokens[:count], following], width)
+    results = [
+        Verdict([*tokens[:count], following], width, asked)
         for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
     ]
+    policy.learn([verdict.tokens for verdict in results])
+    pair.commit(rows, starts, block, out.taps, kept)
+    return results
 
 
-def propose(pair: Pair, rows: Sequence[int], anchors: Tensor, limits: Sequence[int]) -> tuple[Tensor, list[int]]:
+def propose(
+    pair: Pair, policy: Policy, rows: Sequence[int], anchors: Tensor, limits: Sequence[int]
+) -> tuple[Tensor, list[int]]:
     """Drafts [B, K] after anchors [B], and how many of each row's to verify: at most limits[b], the most of them K."""
-    if pair.drafter is None or max(limits) == 0:
-        return anchors.new_empty(len(anchors), 0), [0] * len(anchors)
+    assert pair.drafter is not None, "without a drafter, no policy asks it"
+    pair.catch_up(rows)
     proposal = pair.drafter.propose(pair.state, rows, anchors)
-    counts = proposal.counts if proposal.counts is not None else [proposal.tokens.shape[1]] * len(anchors)
-    widths = [min(limit, count) for limit, count in zip(limits, counts, strict=True)]
+    widths = policy.widths(proposal, limits)
     return proposal.tokens[:, : max(widths)], widths

@@ -1,0 +1,115 @@
+"""What waits for the drafter: nothing is lost, nothing is shown twice, and late is as good as at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from cases import trained_drafter
+from fakes import HashTarget, OracleDrafter
+from oracles import by_hand, check_stats
+
+from blockdraft.config import EngineConfig, SamplingParams
+from blockdraft.drafters.base import Proposal
+from blockdraft.engine.backlog import LIMIT, Backlog
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.policy import Fixed, Row
+
+
+@pytest.mark.parametrize("with_taps", [True, False])
+def test_what_is_shown_is_what_was_committed(with_taps: bool) -> None:
+    """Rows in any order and company, some rounds done twice, against plain lists."""
+    rng, backlog = random.Random(0), Backlog()
+    texts: dict[int, list[int]] = {row: [] for row in range(4)}  # what waits
+    lengths = dict.fromkeys(range(4), 0)
+    shown_at_once = 0
+    for _ in range(400):
+        rows = rng.sample(range(4), rng.randint(1, 3))
+        if rng.random() < 0.2:
+            shown = backlog.peek(rows)
+            waiting = [row for row in rows if texts[row]]
+            assert (shown is None) == (not waiting)
+            if shown is not None:
+                assert shown.rows == waiting and (shown.taps is not None) == with_taps
+                for b, (row, count) in enumerate(zip(shown.rows, shown.counts, strict=True)):
+                    assert shown.ids[b, :count].tolist() == texts[row]
+                    if shown.taps is not None:
+                        assert shown.taps.shape[2:] == (2, 3)
+                        assert shown.taps[b, :count, 0, 0].tolist() == [token * 2.0 for token in texts[row]]
+                    backlog.forget(row)
+                    texts[row] = []
+                shown_at_once = max(shown_at_once, *shown.counts)
+            continue
+        starts = [lengths[row] for row in rows]
+        for _ in range(1 + (rng.random() < 0.2)):  # interrupted after the first time
+            counts = [rng.randint(1, 4) for _ in rows]
+            ids = torch.randint(0, 50, (len(rows), 4), generator=torch.Generator().manual_seed(rng.randrange(999)))
+            taps = (ids * 2.0)[..., None, None].expand(-1, -1, 2, 3) if with_taps else None
+            backlog.add(rows, starts, ids, taps, counts)
+        for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            texts[row] += ids[b, :count].tolist()
+            lengths[row] += count
+    assert shown_at_once > 10
+
+
+class Rests(Fixed):
+    """Drafts in every n-th round."""
+
+    def __init__(self, limit: int, every: int) -> None:
+        super().__init__(limit)
+        self.every, self.rounds = every, 0
+
+    def begin(self, rows: list[Row]) -> bool:  # type: ignore[override]
+        self.rounds += 1
+        return self.rounds % self.every == 0
+
+
+class Watched(OracleDrafter):
+    """Notes how much it is shown at once."""
+
+    shown: list[int]
+
+    def observe(self, state, rows, tokens, taps, counts):
+        self.shown = [*getattr(self, "shown", []), *counts]
+        super().observe(state, rows, tokens, taps, counts)
+
+
+@pytest.mark.parametrize(("every", "most"), [(1, 8), (10, 17), (1000, LIMIT)])
+def test_a_drafter_that_rested_knows_everything(every: int, most: int) -> None:
+    """The drafter asserts that what it was shown is the text; after a rest it drafts right at once."""
+    target, params = HashTarget(), SamplingParams(max_tokens=200, ignore_eos=True)
+    prompts = [[3, 4, 5], [6, 7]]
+    answers = [by_hand(target, prompt, params) for prompt in prompts]
+    drafter = Watched(7, 61, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    engine = Engine(target, drafter, EngineConfig(slots=2), policy=Rests(7, every))
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    assert [request.output_ids for request in requests] == answers
+    assert max(drafter.shown) == most, "not more at once than may wait"
+    for request in requests:
+        check_stats(request)
+        assert request.stats.accepted == request.stats.drafted and (request.stats.drafted > 0) == (every < 1000)
+
+
+def test_late_is_as_good_as_at_once() -> None:
+    """A block drafter drafts the same after one long look as after many short ones."""
+    drafter = trained_drafter("dense-llama", 5, "dflash")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 90, (2, 12), generator=generator)
+    taps = torch.randn(2, 12, 2, 32, generator=generator)
+    at_once, late = drafter.new_state(2, 64), drafter.new_state(2, 64)
+    backlog, lengths = Backlog(), [12, 7]
+    for at in range(12):
+        rows = [row for row in (0, 1) if at < lengths[row]]
+        new = slice(at, at + 1)
+        drafter.observe(at_once, rows, ids[rows][:, new], taps[rows][:, new], [1] * len(rows))
+        backlog.add(rows, [at] * len(rows), ids[rows][:, new], taps[rows][:, new], [1] * len(rows))
+    shown = backlog.peek([0, 1])
+    assert shown is not None and shown.counts == lengths
+    drafter.observe(late, shown.rows, shown.ids, shown.taps, shown.counts)
+    proposals: list[Proposal] = [drafter.propose(state, [0, 1], ids[:, 0]) for state in (at_once, late)]
+    assert late.lengths == at_once.lengths == lengths
+    assert torch.equal(proposals[0].tokens, proposals[1].tokens)
+    assert proposals[0].confidence is not None and proposals[1].confidence is not None
+    assert torch.allclose(proposals[0].confidence, proposals[1].confidence, atol=1e-5)

@@ -1,0 +1,238 @@
+"""How much is verified: the width is the best by definition, drafting stops where it loses and comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from blockdraft.drafters.base import Proposal
+from blockdraft.engine import adaptive as adaptive_room
+from blockdraft.engine.adaptive import Adaptive, Habit
+from blockdraft.engine.costs import VerifyCosts
+from blockdraft.engine.policy import Fixed, Row, best_width, expected_tokens
+
+K = 7
+FLAT = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 1.7), (2.0, 8.0)), ((0.0, 0.0), (0.0, 0.0)), (0.4, 0.8))
+
+
+def slow_best(survivals: list[list[float]], seconds: list[float]) -> int:
+    """Every width by hand: the chance of every number of accepted drafts, times the tokens it gives."""
+    best, best_rate = 0, 0.0
+    for width, cost in enumerate(seconds):
+        tokens = 0.0
+        for row in survivals:
+            reach = [1.0, *row[:width], 0.0]
+            tokens += sum((reach[k] - reach[k + 1]) * (k + 1) for k in range(len(reach) - 1))
+        if tokens / cost > best_rate * (1 + 1e-12):
+            best, best_rate = width, tokens / cost
+    return best
+
+
+def some_survivals(rng: random.Random) -> list[list[float]]:
+    rows = []
+    for _ in range(rng.randint(1, 5)):
+        alive, row = 1.0, []
+        for _ in range(rng.randint(0, K)):
+            alive *= rng.random() ** 0.4
+            row.append(alive)
+        rows.append(row)
+    return rows
+
+
+def test_the_width_is_the_best_of_all() -> None:
+    rng = random.Random(0)
+    chosen = set()
+    for _ in range(400):
+        survivals = some_survivals(rng)
+        seconds = [rng.uniform(0.5, 1.0)]
+        for _ in range(max(map(len, survivals))):
+            seconds.append(seconds[-1] + rng.random() ** 3 * 0.5)
+        width = best_width(survivals, seconds)
+        assert width == slow_best(survivals, seconds)
+        chosen.add(width)
+    assert chosen == set(range(K + 1)), "every width was the best once"
+
+
+def test_free_drafts_are_all_verified_and_hopeless_ones_never() -> None:
+    assert best_width([[0.9, 0.5, 0.1]], [1.0] * 4) == 3
+    assert best_width([[0.0, 0.0, 0.0]], [1.0] * 4) == 0
+    assert best_width([[0.5, 0.4], []], [1.0, 1.6, 1.9]) == 0, "two rows share a pass, one has no drafts"
+    assert best_width([[0.5, 0.4]], [1.0, 1.3, 1.4]) == 2
+    assert expected_tokens([[0.5, 0.25], [1.0]], 2) == pytest.approx(1 + 0.75 + 1 + 1.0)
+
+
+def test_a_fixed_width_asks_nothing_of_confidence_or_time() -> None:
+    proposal = Proposal(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5), counts=[5, 3])
+    for limit in (0, 2, 5):
+        policy = Fixed(limit)
+        assert policy.begin([Row(0, 9, False)] * 2) == (limit > 0) and policy.limit == limit
+        limits = [min(limit, 4), limit]
+        assert policy.widths(proposal, limits) == [min(limit, 4), min(limit, 3)]
+        policy.learn([[1], [1]])
+
+
+@dataclass
+class World:
+    """A machine and a drafter that are made up: time passes as `costs` says, drafts are right as `right` says.
+
+    It plays rounds for a policy and keeps the time that plain decoding would have taken for the same tokens.
+    """
+
+    policy: Adaptive
+    now: float = 0.0
+    right: Callable[[int], float] = lambda k: 0.8
+    told: Callable[[int], float] | None = None
+    costs: VerifyCosts = FLAT
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    plain: float = 0.0
+    widths: list[int | None] = field(default_factory=list)
+    position: int = 0
+
+    def play(self, rounds: int, rows: int = 1) -> float:
+        """Plain time over this time, for the tokens of so many rounds: above 1 is faster than plain decoding."""
+        began, plain = self.now, self.plain
+        for _ in range(rounds):
+            self.round([Row(slot, 100, False) for slot in range(rows)])
+        return (self.plain - plain) / (self.now - began)
+
+    def round(self, rows: list[Row]) -> None:
+        asked = self.policy.begin(rows)
+        widths, fates = [0] * len(rows), [[False] * K for _ in rows]
+        if asked:
+            self.now += self.costs.draft(len(rows))
+            fates = [[self.rng.random() < self.right(k) for k in range(K)] for _ in rows]
+            told = self.told if self.told is not None else self.right
+            confidence = torch.tensor([[told(k) for k in range(K)] for _ in rows])
+            # A draft that is right is token 1 (all the target ever says), a wrong one 0.
+            widths = self.policy.widths(Proposal(torch.tensor(fates).long(), confidence), [K] * len(rows))
+        committed = []
+        for width, fate in zip(widths, fates, strict=True):
+            kept = 0
+            while kept < width and fate[kept]:
+                kept += 1
+            committed.append([1] * (kept + 1))
+        self.now += self.costs.verify(len(rows), max(widths) + 1, 100)
+        self.plain += self.costs.verify(len(rows), 1, 100) * sum(map(len, committed)) / len(rows)
+        self.widths.append(max(widths) if asked else None)
+        self.policy.learn(committed)
+
+
+def world(costs: VerifyCosts = FLAT, believed: VerifyCosts = FLAT) -> World:
+    made = World(Adaptive(K, lambda: believed), costs=costs)
+    made.policy.clock = lambda: made.now
+    return made
+
+
+def mean_width(here: World) -> float:
+    late = [width for width in here.widths[-100:] if width is not None]
+    return sum(late) / len(late)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_good_drafts_are_verified_and_pay(rows: int) -> None:
+    here = world()
+    here.right = lambda k: 0.97
+    assert here.play(600, rows) > (2.0 if rows == 1 else 1.02)
+    without = here.widths.count(None)
+    assert 3 <= without <= 12, "now and then a plain round, to know what it costs"
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("told", [0.02, 0.9])
+def test_bad_drafts_cost_next_to_nothing(rows: int, told: float) -> None:
+    here = world()
+    here.right, here.told = lambda k: 0.02, lambda k: told
+    here.play(40, rows)
+    assert here.play(2000, rows) > 0.985
+    tried = [n for n, width in enumerate(here.widths) if width is not None]
+    assert len(tried) < 70 and tried[-1] > 1500, "seldom, but never given up"
+
+
+def test_from_the_first_round_on_little_is_lost() -> None:
+    here = world()
+    here.right, here.told = lambda k: 0.0, lambda k: 0.95
+    assert here.play(256) > 0.97
+
+
+def test_a_loss_of_every_round_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a policy that never stops drafting fails what the tests above ask."""
+    monkeypatch.setattr(Habit, "next", lambda self, debt: True)
+    here = world()
+    here.right, here.told = lambda k: 0.02, lambda k: 0.9
+    assert here.play(2000) < 0.75
+
+
+def test_drafts_that_become_good_are_found() -> None:
+    here = world()
+    here.right = lambda k: 0.05
+    here.play(500)
+    assert here.widths[-1] is None
+    here.right = lambda k: 0.95
+    here.play(200)
+    assert here.play(200) > 1.8 and here.widths.count(None) < 550 + 200
+    here.right = lambda k: 0.05
+    here.play(60)
+    assert here.play(500) > 0.985
+
+
+def test_another_request_is_tried_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive_room, "INTEREST", 1.0)  # the wait alone is looked at
+    here = world()
+    here.right = lambda k: 0.02
+    here.play(400)
+    here.policy.admit(0)
+    before = len(here.widths)
+    here.play(10)
+    assert any(width is not None for width in here.widths[before:])
+
+
+def test_calibration_undoes_an_overconfident_drafter() -> None:
+    """A drafter that is always sure and less often right: at first all is verified, then what an honest one gets."""
+    here = world()
+    here.right, here.told = lambda k: 0.6, lambda k: 0.99
+    here.play(200)
+    assert here.widths[0] == K
+    assert max(width for width in here.widths[100:] if width is not None) <= 5  # 3 and 4 are the best, nearly equal
+
+
+def test_costs_that_were_measured_wrong_are_put_right() -> None:
+    """Wide passes are three times as dear as believed, so drafting loses; and the other way round."""
+    dear = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 6.0), (2.0, 24.0)), FLAT.per_context, FLAT.drafting)
+    here = world(costs=dear)
+    here.right = lambda k: 0.7
+    here.play(100)
+    assert here.play(1000) > 0.985
+    here = world(costs=FLAT, believed=dear)
+    here.right = lambda k: 0.95
+    here.play(200)
+    assert here.play(500) > 1.8
+
+
+def test_a_machine_that_slows_down_changes_nothing() -> None:
+    """All passes slower alike: the widths stay what they were."""
+    here = world()
+    here.right = lambda k: 0.8
+    here.play(300)
+    before = mean_width(here)
+    half = VerifyCosts((1, 8), (1, 8), 64, ((2.0, 3.4), (4.0, 16.0)), FLAT.per_context, (0.8, 1.6))
+    here.costs = half
+    here.play(300)
+    assert mean_width(here) == pytest.approx(before, abs=0.7)
+    assert here.widths[-300:].count(None) < 10
+
+
+def test_rows_without_room_or_drafts_verify_none() -> None:
+    policy = Adaptive(K, lambda: FLAT, clock=iter(range(100)).__next__)
+    assert policy.begin([Row(0, 5, False), Row(1, 5, True), Row(2, 5, False)])
+    proposal = Proposal(torch.ones(3, 4, dtype=torch.long), torch.full((3, 4), 0.999), counts=[4, 0, 4])
+    widths = policy.widths(proposal, [2, 7, 0])
+    assert widths[1:] == [0, 0] and widths[0] <= 2
+    policy.learn([[1], [1], [1]])
+    assert policy.begin([Row(0, 5, False)])
+    silent = Proposal(torch.ones(1, 0, dtype=torch.long), counts=[0])
+    assert policy.widths(silent, [7]) == [0]
+    policy.learn([[1]])
