@@ -7,7 +7,7 @@ Letters: B rows, Q new tokens, G key/value heads, E head width, S slots read bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ READ_MULTIPLE = 64
 class KVCache:
     """`keys[layer]`, `values[layer]`: [slots, G, room, E]; `lengths[slot]`: committed tokens.
 
-    `room` is `capacity` rounded up to `READ_MULTIPLE`.  The memory starts as zeros, because masked
-    slots still enter a product and must be finite.
+    `room` is `capacity` rounded up to `READ_MULTIPLE`, and 0 for a layer that is not one of `layers` (None: all are).
+    The memory starts as zeros, because masked slots still enter a product and must be finite.
     """
 
     def __init__(
@@ -33,11 +33,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        layers: Collection[int] | None = None,
     ) -> None:
         self.slots, self.capacity = slots, capacity
-        shape = (slots, num_kv_heads, _round_up(capacity), head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        rooms = [_round_up(capacity) if layers is None or layer in layers else 0 for layer in range(num_layers)]
+        shapes = [(slots, num_kv_heads, room, head_dim) for room in rooms]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.lengths = [0] * slots
 
     def write(self, layer: int, rows: Sequence[int], starts: Sequence[int], keys: Tensor, values: Tensor) -> None:

@@ -167,12 +167,13 @@ def pack_linears(module: nn.Module) -> None:
     probed: dict[tuple[int, int], tuple[int, int]] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _packs(child.weight):  # a subclass may compute something else
+            if type(child) is nn.Linear and packable(child.weight):  # a subclass may compute something else
                 shape = (child.out_features, child.in_features)
                 packed = PackedLinear(child.weight, child.bias, probed.get(shape))
                 probed[shape] = packed.span
                 setattr(parent, name, packed)
 
 
-def _packs(weight: Tensor) -> bool:
+def packable(weight: Tensor) -> bool:
+    """Whether a weight can be packed: fp32, on the CPU."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu"

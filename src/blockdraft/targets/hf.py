@@ -25,9 +25,12 @@ from blockdraft.cache import KVCache
 from blockdraft.ops.layers import pack_linears
 from blockdraft.targets.attention import Step, attend
 from blockdraft.targets.base import TargetOutput
-from blockdraft.targets.pretrained import PretrainedTarget, decoder_layers, require_fit
+from blockdraft.targets.deltanet import swap_delta_nets
+from blockdraft.targets.experts import pack_experts
+from blockdraft.targets.pretrained import ATTENDING, PretrainedTarget, decoder_layers, require_fit
+from blockdraft.targets.recurrent import RecurrentCache, State
 
-ATTENTION = "blockdraft"
+ATTENTION, RECURRENT = "blockdraft", "linear_attention"
 
 
 class StepCache(Cache):
@@ -69,6 +72,7 @@ class HFTarget(PretrainedTarget):
     """
 
     implementation = "hf"
+    layer_kinds = ATTENDING | {RECURRENT}
 
     def __init__(
         self, model: PreTrainedModel, name: str, eos_token_ids: Sequence[int] | None = None, pack: bool = True
@@ -82,6 +86,7 @@ class HFTarget(PretrainedTarget):
         self._limits_logits = "logits_to_keep" in parameters
         self._handles: list[RemovableHandle] = []
         self._kept: dict[int, Tensor] = {}
+        self._empty: dict[int, State] = {}  # of the recurrent layers
         self._adapt(pack)
         self._head = model.get_output_embeddings()
 
@@ -102,6 +107,11 @@ class HFTarget(PretrainedTarget):
                 if isinstance(value, Tensor):
                     found[f"{name}.{kind}"] = value.detach()
         return found
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """An empty cache for this target.  ValueError: `capacity` is more than the target can look back on."""
+        shape = self._cache_shape(slots, capacity)
+        return RecurrentCache(*shape, empty=self._empty) if self._empty else KVCache(*shape)
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
@@ -142,8 +152,13 @@ class HFTarget(PretrainedTarget):
         try:
             expected = self.model(input_ids=ids[1:], use_cache=False).logits
             self.model.set_attn_implementation(ATTENTION)
+            self._empty = {net.layer: net.empty() for net in swap_delta_nets(self._layers)}
+            recurrent = [layer for layer, kind in enumerate(self._kinds()) if kind == RECURRENT]
+            if sorted(self._empty) != recurrent:
+                raise ValueError("its linear attention is not a gated delta net as Qwen3-Next and Qwen3.5 have it")
             if pack:
                 pack_linears(self.model)
+                pack_experts(self.model)
             actual = self._through_cache(ids, run)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             raise self._refusal(error) from error
