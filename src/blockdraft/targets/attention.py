@@ -73,7 +73,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -96,6 +96,8 @@ def attend(
     for option in REFUSED_OPTIONS:
         if options.get(option) is not None:
             raise ValueError(f"attention with '{option}' is not supported")
+    if attention_mask is not None:  # transformers makes none for us, so it is the model's own
+        raise ValueError("attention with a mask that the model makes itself is not supported")
     if options.get("is_causal") is False:
         raise ValueError("attention that is not causal is not supported")
     return attend_step(blockdraft, query, key, value, scaling, sliding_window, softcap, s_aux), None

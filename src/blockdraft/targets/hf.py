@@ -27,7 +27,7 @@ from blockdraft.targets.attention import Step, attend
 from blockdraft.targets.base import TargetOutput
 from blockdraft.targets.deltanet import swap_delta_nets
 from blockdraft.targets.experts import pack_experts
-from blockdraft.targets.pretrained import ATTENDING, PretrainedTarget, decoder_layers, require_fit
+from blockdraft.targets.pretrained import ATTENDING, PretrainedTarget, Run, decoder_layers, require_fit
 from blockdraft.targets.recurrent import RecurrentCache, State
 
 ATTENTION, RECURRENT = "blockdraft", "linear_attention"
@@ -166,6 +166,16 @@ class HFTarget(PretrainedTarget):
             if len(view.written) != self.info.num_layers or set(step.masks) != self._windows():
                 raise self._refusal("not every layer uses its own key/value cache")
         self._compare(actual, expected)
+        self._check_taps(ids, run)
+
+    def _check_taps(self, ids: Tensor, run: Run) -> None:
+        """ValueError: what comes out of a layer is not one vector per token, as the drafters take it to be."""
+        self.set_taps(sorted({0, self.info.num_layers - 1}))
+        run(ids, self.new_cache(*ids.shape), [0, 1])
+        shapes = {tuple(getattr(kept, "shape", ())) for kept in self._kept.values()}
+        self.set_taps(())
+        if shapes != {(*ids.shape, self.info.hidden_size)}:
+            raise self._refusal(f"its layers hand on {list(min(shapes))}, not one vector of {self.info.hidden_size}")
 
 
 def load_reference(folder: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
