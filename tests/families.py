@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import EOS, SHAPE, VOCAB
+from tiny import SHAPE
 from transformers import PreTrainedModel
 
-LAYERS = 4
-WINDOW = 8
+from blockdraft.targets.dense import DenseTarget, obstacle
+from blockdraft.targets.hf import HFTarget
+
+LAYERS, WINDOW = 2, 8
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -41,7 +43,7 @@ SINKS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "rope_parameters": YARN,
 }
 DELTA = {
@@ -50,13 +52,14 @@ DELTA = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "initializer_range": 0.1,  # wider, and transformers differs from itself by more than 1e-4
 }
 GEMMA = {
     "query_pre_attn_scalar": 16,
     "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": True,
 }
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
@@ -95,11 +98,15 @@ def tiny_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A model of one of `FAMILIES`, with vectors (norms, biases, sinks, gates) that are not all alike."""
     family = FAMILIES[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, family.config)(**{**SHAPE, **family.overrides, **overrides})
+    config = getattr(transformers, family.config)(**{**SHAPE, "num_hidden_layers": LAYERS, **family.overrides, **overrides})
     model: PreTrainedModel = getattr(transformers, family.model)(config).eval()
-    assert model.config.vocab_size == VOCAB and model.config.eos_token_id == EOS
     generator = torch.Generator().manual_seed(5)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def served(model: PreTrainedModel, name: str) -> HFTarget | DenseTarget:
+    """What loading a folder of this model gives."""
+    return (DenseTarget if obstacle(model) is None else HFTarget)(model, name)

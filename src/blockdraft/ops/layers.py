@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+VECTOR = 64  # a multiple of the elements that an elementwise kernel takes at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -172,6 +175,15 @@ def pack_linears(module: nn.Module) -> None:
                 packed = PackedLinear(child.weight, child.bias, probed.get(shape))
                 probed[shape] = packed.span
                 setattr(parent, name, packed)
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x, whose bits do not depend on how many elements x has.
+
+    What is left over beside whole vectors, the CPU's kernels compute in another way, which rounds otherwise.
+    """
+    flat = x.reshape(-1)
+    return function(F.pad(flat, (0, -len(flat) % VECTOR)))[: len(flat)].view(x.shape)
 
 
 def packable(weight: Tensor) -> bool:

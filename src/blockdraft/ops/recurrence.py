@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdraft.ops.layers import in_whole_vectors
+
 
 def causal_conv(x: Tensor, weight: Tensor) -> Tensor:
     """Each channel's own convolution over the last W tokens: x [W - 1 + n, C], weight [C, W] -> [n, C]."""
@@ -36,19 +38,15 @@ def delta_scan(
     `rate` [n, H] how far the value is corrected, both in 0..1 -> what was looked up [n, H, F], and the last state.
     """
     found = []
-    for q, k, v, stays, beta in zip(query, key, value, kept, rate, strict=True):
-        state = state * stays[:, None, None]
-        missing = (v - (k[:, None] @ state)[:, 0]) * beta[:, None]
-        state = torch.baddbmm(state, k[:, :, None], missing[:, None])
-        found.append((q[:, None] @ state)[:, 0])
+    tokens = (query[:, :, None], key[:, :, None], key[..., None], value[:, :, None], kept[..., None, None])
+    for q, k, k_column, v, stays, beta in zip(*tokens, rate[..., None, None], strict=True):
+        state = state * stays
+        state = torch.baddbmm(state, k_column, (v - k @ state) * beta)
+        found.append((q @ state)[:, 0])
     return torch.stack(found), state
 
 
 def gates(decay: Tensor, rate: Tensor, log_speed: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of the state that each token keeps, and how far it corrects it: [n, H] each, from projections [n, H].
-
-    Token by token: elementwise kernels treat the ends of what they are given differently.
-    """
-    speed = log_speed.float().exp()
-    kept = [(-speed * F.softplus(one.float() + bias)).exp() for one in decay]
-    return torch.stack(kept), torch.stack([one.sigmoid() for one in rate])
+    """Share of the state that each token keeps, and how far it corrects it: [n, H] each, from projections [n, H]."""
+    kept = -log_speed.float().exp() * in_whole_vectors(F.softplus, decay.float() + bias)
+    return in_whole_vectors(torch.exp, kept), in_whole_vectors(torch.sigmoid, rate.float())

@@ -77,7 +77,7 @@ class DeltaNet(nn.Module):
         query, key = (part.repeat_interleave(repeats, dim=1).contiguous() for part in (query, key))
         value = value.reshape(len(mixed), -1, own.head_v_dim)
         kept, beta = gates(decay, rate, own.A_log, own.dt_bias)
-        found, memory = delta_scan(memory, query * own.head_k_dim**-0.5, key, value, kept, beta.float())
+        found, memory = delta_scan(memory, query * own.head_k_dim**-0.5, key, value, kept, beta)
         return found.to(mixed.dtype).flatten(1), (window[len(mixed) :].clone(), memory)
 
 

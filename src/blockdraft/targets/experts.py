@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from blockdraft.ops.layers import PackedLinear, packable
+from blockdraft.ops.layers import PackedLinear, in_whole_vectors, packable
 
 # How transformers describes a module of experts: their weights in three dimensions, the expert's first.
 DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-# A multiple of the elements that the CPU's elementwise kernels take at once; what is left over, they round otherwise.
-VECTOR = 64
+SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 
 
 class PackedExperts(nn.Module):
@@ -52,7 +51,7 @@ class PackedExperts(nn.Module):
 
 class RowExact(TorchFunctionMode):
     """What the rest of an expert block (router, gate of a shared expert) calls, with the same bits for any number of
-    tokens: products with bare weights are packed ones, and sigmoids are padded to whole vectors.
+    tokens: products with bare weights are packed ones, and sigmoids are taken of whole vectors.
     """
 
     def __init__(self) -> None:
@@ -65,8 +64,8 @@ class RowExact(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is F.linear and not options and packable(args[1]):
             return self._linear(*args)
-        if func in (torch.sigmoid, Tensor.sigmoid) and not options:
-            return self._padded(func, *args)
+        if func in SIGMOIDS and not options:
+            return in_whole_vectors(func, *args)
         return func(*args, **options)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,10 +73,6 @@ class RowExact(TorchFunctionMode):
         if known is None:
             known = self.packed[id(weight)] = (weight, PackedLinear(weight, bias))
         return known[1](x)
-
-    def _padded(self, func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        flat = x.reshape(-1)
-        return func(F.pad(flat, (0, -len(flat) % VECTOR)))[: len(flat)].view(x.shape)
 
 
 def pack_experts(model: nn.Module) -> None:
