@@ -20,7 +20,7 @@ State = tuple[Tensor, ...]
 Inputs = tuple[Tensor, ...]  # [n, ...] each
 # (state, inputs of n tokens) -> (outputs [n, ...], state after them)
 Scan = Callable[[State, Inputs], tuple[Tensor, State]]
-# A row can be taken back by at least so many tokens before the last pass, and by a whole pass of up to WIDEST.
+# A row can be taken back to where any pass began that read up to WIDEST tokens, and REWIND tokens further.
 REWIND, WIDEST = 64, 256
 
 
