@@ -62,6 +62,35 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": True,
 }
+# Layers of two shapes; the last two read what the two before them have written; an embedding for each layer.
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 96,
+    "final_logit_softcapping": 8.0,
+    "tie_word_embeddings": True,
+}
+# Keys and values of different widths.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 
 
@@ -93,12 +122,25 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Served too, but with numbers compared only; of some, the bits of a row do depend on what is beside it.
+OTHERS: dict[str, Family] = {
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4),
+    "deepseek-v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": WINDOW, "layer_types": GEMMA["layer_types"]}),
+    "cohere2": Family(
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": WINDOW, "layer_types": GEMMA["layer_types"]}
+    ),
+}
+
 
 def tiny_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A model of one of `FAMILIES`, with vectors (norms, biases, sinks, gates) that are not all alike."""
-    family = FAMILIES[name]
+    """A model of one of `FAMILIES` or `OTHERS`, with vectors (norms, biases, sinks, gates) that are not all alike."""
+    family = {**FAMILIES, **OTHERS}[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, family.config)(**{**SHAPE, "num_hidden_layers": LAYERS, **family.overrides, **overrides})
+    config = getattr(transformers, family.config)(
+        **{**SHAPE, "num_hidden_layers": LAYERS, **family.overrides, **overrides}
+    )
     model: PreTrainedModel = getattr(transformers, family.model)(config).eval()
     generator = torch.Generator().manual_seed(5)
     for _, parameter in sorted(model.named_parameters()):

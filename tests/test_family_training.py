@@ -23,7 +23,9 @@ def test_a_drafter_is_trained_and_drafts_losslessly(name: str, tmp_path: Path) -
     tiny_family(name, vocab_size=272).save_pretrained(config.target)  # in the Llama's place, with its tokenizer
     target: Teachable = load_target(config.target)
     assert run(config, tmp_path / "run", target=target).finished
-    plain, drafted = (LLM(config.target, drafter, slots=2, capacity=128) for drafter in (None, tmp_path / "run" / "last"))
+    plain, drafted = (
+        LLM(config.target, drafter, slots=2, capacity=128) for drafter in (None, tmp_path / "run" / "last")
+    )
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
         expected, found = (llm.generate(PROMPTS, params) for llm in (plain, drafted))

@@ -182,10 +182,11 @@ def test_a_recurrent_model_is_refused() -> None:
 
 
 def test_layers_of_another_kind_are_refused() -> None:
-    model = tiny.tiny_llama()
-    model.config.layer_types = ["full_attention", "linear_attention"] * 2
-    with pytest.raises(ValueError, match="layers of kind linear_attention"):
-        HFTarget(model, "hybrid")
+    for kind, reason in (("conv", "layers of kind conv"), ("linear_attention", "is not a gated delta net")):
+        model = tiny.tiny_llama()
+        model.config.layer_types = ["full_attention", kind] * 2
+        with pytest.raises(ValueError, match=reason):
+            HFTarget(model, "hybrid")
 
 
 def test_a_model_that_differs_through_the_cache_is_refused() -> None:

@@ -1,7 +1,7 @@
 """Attention over cache slots whose rows have lengths of their own, each row's result the same whoever is beside it.
 
 Letters: B rows, Q tokens per row in one call, n queries of one run, H/G query/key-value heads, R query heads of one
-key/value head, E head width, S slots read back.
+key/value head, E head width (F of a value, where it is another), S slots read back.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def attend(
     blockdraft: Step | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, H, Q, E] over the rows of a `Step`; returns [B, Q, H, E].
+    """Attention of query [B, H, Q, E] over the rows of a `Step`; returns [B, Q, H, F].
 
     `softcap` bounds the scores smoothly (Gemma 2); `s_aux` [H] are sinks (GPT-OSS): a score for each head that takes
     part in the softmax and has no value.
 
-    `key` and `value` [slots, G, room, E] are a layer's whole memory, of which the step knows its rows.  On the
+    `key` and `value` [slots, G, room, E or F] are a layer's whole memory, of which the step knows its rows.  On the
     CPU every query is an item of its own and the query heads of one key/value head are its rows, so the bits
     of a query's result depend neither on the queries beside it nor on the other rows of the batch.
     ValueError: the layer asks for something that this does not compute.
@@ -113,7 +113,7 @@ def attend_step(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `attend` computes: query [B, H, Q, E] over memory [slots, G, room, E] -> [B, Q, H, E]."""
+    """What `attend` computes: query [B, H, Q, E] over memory [slots, G, room, E or F] -> [B, Q, H, F]."""
     batch, heads, width, head_dim = query.shape
     scaling = head_dim**-0.5 if scaling is None else scaling
     shaped = softcap is not None or sinks is not None
@@ -129,18 +129,16 @@ def attend_step(
         if shaped:  # one query at a time: products of a shape that follows from its position alone
             each = zip(part.contiguous(), mask, strict=True)
             outputs.append(
-                torch.stack([_shaped(one, keys, values, hidden, scaling, softcap, grouped_sinks) for one, hidden in each])
+                torch.stack(
+                    [_shaped(one, keys, values, hidden, scaling, softcap, grouped_sinks) for one, hidden in each]
+                )
             )
             continue
-        shape = (part.shape[0], groups, slots, head_dim)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                part.contiguous(), keys.expand(shape), values.expand(shape), attn_mask=mask, scale=scaling
-            )
-        )
+        keys, values = (memory.expand(len(part), *memory.shape) for memory in (keys, values))
+        outputs.append(F.scaled_dot_product_attention(part.contiguous(), keys, values, attn_mask=mask, scale=scaling))
     # The runs follow one another as the queries do, row by row.
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.reshape(batch, width, heads, head_dim)
+    return output.reshape(batch, width, heads, value.shape[-1])
 
 
 def _shaped(
@@ -154,7 +152,7 @@ def _shaped(
 ) -> Tensor:
     """Attention step by step, for scores that are bounded or have a sink beside them.
 
-    query [..., G, n, E], key and value [..., G, S, E], additive mask [..., 1, 1 or n, S], sinks [G, n, 1].
+    query [..., G, n, E], key [..., G, S, E], value [..., G, S, F], additive mask [..., 1, 1 or n, S], sinks [G, n, 1].
     """
     scores = (query @ key.transpose(-1, -2)).float() * scaling
     if softcap is not None:
@@ -193,4 +191,4 @@ def _attend_batched(
         sinks = sinks.view(groups, -1, 1).repeat_interleave(width, dim=1)
     mask = mask.repeat(1, 1, heads // groups, 1)
     output = _shaped(folded, keys, values, mask, scaling, softcap, sinks)
-    return output.view(batch, heads, width, head_dim).transpose(1, 2).contiguous()
+    return output.view(batch, heads, width, -1).transpose(1, 2).contiguous()

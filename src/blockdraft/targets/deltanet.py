@@ -81,15 +81,21 @@ class DeltaNet(nn.Module):
         return found.to(mixed.dtype).flatten(1), (window[len(mixed) :].clone(), memory)
 
 
-def swap_delta_nets(layers: nn.ModuleList) -> list[DeltaNet]:
-    """Put a `DeltaNet` in the place of every gated delta net among decoder layers; returns them."""
-    swapped = []
-    for layer in layers:
-        for name, child in list(layer.named_children()):
-            if _is_delta_net(child):
-                swapped.append(DeltaNet(child))
-                setattr(layer, name, swapped[-1])
-    return swapped
+def find_delta_nets(layers: nn.ModuleList) -> dict[int, str]:
+    """The decoder layers that have a gated delta net, and what it is called in each."""
+    return {
+        index: name
+        for index, layer in enumerate(layers)
+        for name, child in layer.named_children()
+        if _is_delta_net(child)
+    }
+
+
+def swap_delta_net(layer: nn.Module, name: str) -> DeltaNet:
+    """Put a `DeltaNet` in the place of a decoder layer's own."""
+    net = DeltaNet(layer.get_submodule(name))
+    setattr(layer, name, net)
+    return net
 
 
 def _is_delta_net(module: Any) -> bool:

@@ -140,7 +140,8 @@ class PretrainedTarget:
         width, each = said("intermediate_size"), said("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
         expert = said("moe_intermediate_size", "expert_intermediate_size") or width
         if each is not None and expert is not None:
-            return each * expert + (said("shared_expert_intermediate_size") or 0)
+            shared = said("shared_expert_intermediate_size") or (said("n_shared_experts") or 0) * expert
+            return each * expert + shared
         if width is None:
             raise ValueError(f"the configuration of {self.info.name} does not say how wide its layers are")
         return width

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.cache import KVCache
+from blockdraft.cache import KVCache, LayerShape
 
 State = tuple[Tensor, ...]
 Inputs = tuple[Tensor, ...]  # [n, ...] each
@@ -75,8 +75,8 @@ class Trail:
 class RecurrentCache(KVCache):
     """Keys and values of the layers that attend, and a `Trail` for each slot of those that do not."""
 
-    def __init__(self, num_layers: int, *shape: Any, empty: Mapping[int, State]) -> None:
-        super().__init__(num_layers, *shape, layers=[layer for layer in range(num_layers) if layer not in empty])
+    def __init__(self, *shape: Any, empty: Mapping[int, State], shapes: Mapping[int, LayerShape]) -> None:
+        super().__init__(*shape, shapes=shapes)
         self.trails = {layer: [Trail(state) for _ in range(self.slots)] for layer, state in empty.items()}
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
