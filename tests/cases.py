@@ -52,7 +52,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "logit_bias": {5: 2.0, EOS: 3.0}},
     {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": -0.3},
 )
-FEW_SETTINGS = ({}, {}, SETTINGS[4], SETTINGS[5])  # for one of many families
+FEW_SETTINGS: tuple[dict[str, Any], ...] = ({}, {}, SETTINGS[4], SETTINGS[5])  # for one of many families
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,15 @@ def test_ragged_rows_equal_transformers_own(name: str) -> None:
         assert difference(HFTarget(untouched(name), name), untouched(name)) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "gemma2", "qwen3.5"])
+def test_in_half_precision_the_numbers_are_close(name: str) -> None:
+    made, ids = HFTarget(tiny_family(name).bfloat16(), name), random_ids(40)
+    with torch.no_grad():
+        expected = tiny_family(name).bfloat16()(input_ids=ids[None], use_cache=False).logits[0].float()
+    found = fill(made, made.new_cache(1, 64), 0, ids, (30,)).float()
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.05
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_have_transformers_own_numbers(name: str) -> None:
     made = served(tiny_family(name), name)
@@ -107,11 +116,13 @@ def no_window(self: Step, queries: Tensor, slots: int, window: int | None) -> Te
 
 
 def no_sinks(*inputs: Any) -> Tensor:
-    return SHAPED(*inputs[:-1], None)
+    *others, _ = inputs
+    return SHAPED(*others, None)
 
 
 def no_softcap(*inputs: Any) -> Tensor:
-    return SHAPED(*inputs[:-2], None, inputs[-1])
+    *others, _, sinks = inputs
+    return SHAPED(*others, None, sinks)
 
 
 def never_taken_back(self: Trail, position: int, scan: Any) -> Any:
@@ -149,6 +160,7 @@ def test_a_planted_fault_is_caught(
     name: str, place: Any, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = target(name)
+    assert isinstance(made, HFTarget)
     references(name)  # made without the fault
     monkeypatch.setattr(place, part, fault)
     if place is Trail:

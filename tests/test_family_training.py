@@ -11,8 +11,6 @@ from training import recipe, run
 
 from blockdraft.config import ConfigError, SamplingParams
 from blockdraft.engine.api import LLM
-from blockdraft.targets.resolve import load_target
-from blockdraft.train.setup import Teachable
 
 PROMPTS = ["count 3", "a much longer text than that", "b"]
 
@@ -21,8 +19,7 @@ PROMPTS = ["count 3", "a much longer text than that", "b"]
 def test_a_drafter_is_trained_and_drafts_losslessly(name: str, tmp_path: Path) -> None:
     config = recipe(tmp_path, steps=4)
     tiny_family(name, vocab_size=272).save_pretrained(config.target)  # in the Llama's place, with its tokenizer
-    target: Teachable = load_target(config.target)
-    assert run(config, tmp_path / "run", target=target).finished
+    assert run(config, tmp_path / "run").finished
     plain, drafted = (
         LLM(config.target, drafter, slots=2, capacity=128) for drafter in (None, tmp_path / "run" / "last")
     )

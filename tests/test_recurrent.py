@@ -39,7 +39,8 @@ def test_any_order_of_reading_and_taking_back_gives_what_reading_once_gives() ->
     rng = random.Random(0)
     replays = 0
     for _ in range(60):
-        trail, text, furthest = Trail((torch.tensor(7),)), [], 0
+        trail, furthest = Trail((torch.tensor(7),)), 0
+        text: list[int] = []
         for _ in range(40):
             earliest = max(0, furthest - REWIND)
             kept = rng.choice((len(text), len(text), *(rng.randint(earliest, len(text)) for _ in "123"), 0))

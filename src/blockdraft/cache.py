@@ -16,6 +16,8 @@ from torch import Tensor
 # every token gives the same bits whether a token is decoded alone or verified among drafts.
 READ_MULTIPLE = 64
 LayerShape = tuple[int, int, int]  # G, E, F
+# Layers, slots, capacity, G, E, and where and in what precision: what every cache is made from.
+Layout = tuple[int, int, int, int, int, torch.dtype, torch.device]
 
 
 class KVCache:

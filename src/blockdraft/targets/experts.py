@@ -82,7 +82,7 @@ def pack_experts(model: nn.Module) -> None:
     for block in list(model.modules()):
         swapped = False
         for name, child in list(block.named_children()):
-            if _is_experts(child) and packable(child.down_proj[0]):
+            if _is_experts(child) and packable(child.get_parameter("down_proj")):
                 setattr(block, name, PackedExperts(child))
                 swapped = True
         if swapped:

@@ -111,10 +111,10 @@ class HFTarget(PretrainedTarget):
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this target.  ValueError: `capacity` is more than the target can look back on."""
-        shape = self._cache_shape(slots, capacity)
+        layout = self._layout(slots, capacity)
         if self._empty:
-            return RecurrentCache(*shape, empty=self._empty, shapes=self._shapes)
-        return KVCache(*shape, shapes=self._shapes)
+            return RecurrentCache(layout, self._shapes, self._empty)
+        return KVCache(*layout, shapes=self._shapes)
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.cache import READ_MULTIPLE, KVCache
+from blockdraft.cache import READ_MULTIPLE, KVCache, Layout
 from blockdraft.targets.base import TargetInfo, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
+PROBED = 12  # tokens beyond the shortest window, on which a model is compared with itself
 # ids, cache, rows -> logits of all ids
 Run = Callable[[Tensor, KVCache, Sequence[int]], Tensor]
 
@@ -107,13 +108,13 @@ class PretrainedTarget:
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this target.  ValueError: `capacity` is more than the target can look back on."""
-        return KVCache(*self._cache_shape(slots, capacity))
+        return KVCache(*self._layout(slots, capacity))
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
         """Append ids [B, Q] to the cache slots `rows`; see `Target.forward`.  ValueError: the slot is too small."""
         raise NotImplementedError
 
-    def _cache_shape(self, slots: int, capacity: int) -> tuple[int, int, int, int, int, torch.dtype, torch.device]:
+    def _layout(self, slots: int, capacity: int) -> Layout:
         """What a cache is made from.  ValueError: `capacity` is more than the target can look back on."""
         if capacity > self.info.max_context:
             raise ValueError(f"a context of {capacity} tokens exceeds the {self.info.max_context} of {self.info.name}")
@@ -132,19 +133,22 @@ class PretrainedTarget:
 
     def _intermediate_size(self) -> int:
         """Width of a layer's feed-forward part as one token sees it.  ValueError: the configuration does not say."""
-
-        def said(*names: str) -> int | None:
-            values = (getattr(self.config, name, None) for name in names)
-            return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-        width, each = said("intermediate_size"), said("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-        expert = said("moe_intermediate_size", "expert_intermediate_size") or width
+        width, each = self._said("intermediate_size"), self._experts_per_token()
+        expert = self._said("moe_intermediate_size", "expert_intermediate_size") or width
         if each is not None and expert is not None:
-            shared = said("shared_expert_intermediate_size") or (said("n_shared_experts") or 0) * expert
+            shared = self._said("shared_expert_intermediate_size") or (self._said("n_shared_experts") or 0) * expert
             return each * expert + shared
         if width is None:
             raise ValueError(f"the configuration of {self.info.name} does not say how wide its layers are")
         return width
+
+    def _experts_per_token(self) -> int | None:
+        return self._said("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+
+    def _said(self, *names: str) -> int | None:
+        """The first of these settings that is a positive number."""
+        values = (getattr(self.config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     def _windows(self) -> set[int | None]:
         """The windows that the configuration asks for."""
@@ -156,7 +160,7 @@ class PretrainedTarget:
     def _probe(self) -> Tensor:
         """Two lines of a few random ids, longer than the shortest window, on which a model is compared with itself."""
         windows = [window for window in self._windows() if window is not None and window < READ_MULTIPLE]
-        length = min(12 + max(windows, default=0), self.info.max_context)
+        length = min(PROBED + max(windows, default=0), self.info.max_context)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.info.vocab_size, (2, length), generator=generator).to(self.info.device)
 
@@ -170,9 +174,18 @@ class PretrainedTarget:
         return torch.cat([first, both[1:]], dim=1)
 
     def _compare(self, actual: Tensor, expected: Tensor) -> None:
-        """ValueError: logits through the cache are not those of the model as it came."""
-        difference = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-        if not difference < (1e-3 if self.info.dtype == torch.float32 else 5e-2):
+        """ValueError: logits [1, Q, V] through the cache are not those of the model as it came.
+
+        In half precision most of the last tokens count, not all, and less strictly where there are experts: rounding
+        sends a token to another one now and then, which is no fault and shows in all that follows.
+        """
+        actual, expected = actual[0].float(), expected[0].float()
+        if self.info.dtype == torch.float32:
+            difference, limit = ((actual - expected).norm() / expected.norm()).item(), 1e-3
+        else:
+            each = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+            difference, limit = each[-PROBED:].median().item(), 5e-2 if self._experts_per_token() is None else 3e-1
+        if not difference < limit:
             raise self._refusal(f"through the cache it differs from itself by {difference:.1e}")
 
     def _refusal(self, reason: str | Exception) -> ValueError:

@@ -9,12 +9,11 @@ Letters: n tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdraft.cache import KVCache, LayerShape
+from blockdraft.cache import KVCache, LayerShape, Layout
 
 State = tuple[Tensor, ...]
 Inputs = tuple[Tensor, ...]  # [n, ...] each
@@ -75,8 +74,8 @@ class Trail:
 class RecurrentCache(KVCache):
     """Keys and values of the layers that attend, and a `Trail` for each slot of those that do not."""
 
-    def __init__(self, *shape: Any, empty: Mapping[int, State], shapes: Mapping[int, LayerShape]) -> None:
-        super().__init__(*shape, shapes=shapes)
+    def __init__(self, layout: Layout, shapes: Mapping[int, LayerShape], empty: Mapping[int, State]) -> None:
+        super().__init__(*layout, shapes=shapes)
         self.trails = {layer: [Trail(state) for _ in range(self.slots)] for layer, state in empty.items()}
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
