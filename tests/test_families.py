@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from blockdraft.targets.attention import Step
 from blockdraft.targets.dense import DenseTarget
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.recurrent import Trail
+from blockdraft.targets.resolve import load_target
 
 DENSE = ("llama-3.1", "qwen2", "qwen3")
 RECURRENT = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
@@ -108,6 +110,29 @@ def test_greedy_answers_are_those_of_transformers(name: str) -> None:
         assert output[0, ids.shape[1] :].tolist() == reference.answer
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+COMPOSITE = {
+    "qwen3.5": ("Qwen3_5", {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32}),
+    "gemma3": ("Gemma3", {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_of_a_model_that_also_sees_the_text_part_is_served(name: str, tmp_path: Path) -> None:
+    kind, vision = COMPOSITE[name]
+    text = tiny_family(name).config.to_dict()
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    made, ids = load_target(str(tmp_path)), random_ids(60)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    found = fill(made, made.new_cache(1, 64), 0, ids, (30, 1))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert made.info.num_layers == len(text["layer_types"])
+
+
 # --- planted faults: the checks above must notice each of them -------------------------------------------------------
 
 
@@ -143,7 +168,8 @@ def experts_without_weights(self: experts.PackedExperts, hidden: Tensor, chosen:
     return EXPERTS(self, hidden, chosen, torch.full_like(weights, 0.5))
 
 
-MASK, SHAPED, AT, SCAN = Step._mask, attention._shaped, Trail._at, deltanet.DeltaNet._scan
+MASK, AT, SCAN = Step._mask, Trail._at, deltanet.DeltaNet._scan
+SHAPED: Callable[..., Tensor] = attention._shaped
 EXPERTS = experts.PackedExperts.forward
 FAULTS: list[tuple[str, Any, str, Any]] = [
     *((name, Step, "_mask", no_window) for name in ("mistral", "gpt-oss", "gemma2", "gemma3")),

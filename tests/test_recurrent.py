@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from blockdraft.drafters.independent import IndependentDrafter
 from blockdraft.ops.recurrence import causal_conv, delta_scan, gates
+from blockdraft.targets.deltanet import DeltaNet
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.recurrent import REWIND, WIDEST, Inputs, RecurrentCache, State, Trail
+
+SCAN = DeltaNet._scan
 
 
 def scan(state: State, inputs: Inputs) -> tuple[Tensor, State]:
@@ -73,6 +77,31 @@ def test_what_is_forgotten_cannot_be_taken_back() -> None:
     assert cache.lengths == [0, 1000]
     cache.truncate([1], [0])
     assert torch.equal(fill(target, cache, 1, text[:30]), fill(target, target.new_cache(1, 64), 0, text[:30]))
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_an_interrupted_pass_can_be_done_again(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layers have read the tokens, the others have not; the row's length has not changed."""
+    target, text = HFTarget(tiny_family("qwen3.5"), "hybrid"), random_ids(60)
+    cache, clean = target.new_cache(1, 64), target.new_cache(1, 64)
+    expected = fill(target, clean, 0, text, (before,) if before else ())
+    if before:
+        fill(target, cache, 0, text[:before])
+    calls = []
+
+    def interrupted(self: DeltaNet, *inputs: Any) -> Any:
+        calls.append(self.layer)
+        if self.layer == 2:
+            raise KeyboardInterrupt
+        return SCAN(self, *inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeltaNet, "_scan", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            target.forward(text[None, before:], cache, [0])
+    assert calls == [0, 2] and cache.lengths == [before]
+    cache.truncate([0], [before])
+    assert torch.equal(fill(target, cache, 0, text[before:]), expected[before:])
 
 
 def test_a_hybrid_drafts_too() -> None:

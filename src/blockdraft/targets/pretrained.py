@@ -91,13 +91,13 @@ class PretrainedTarget:
         """
         heads, groups, head_dim = self._head_counts()
         rope = getattr(self.config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)  # where kinds of layers have frequencies of their own
+        rope = rope.get("full_attention") or rope  # where kinds of layers have frequencies of their own
         return {
             "num_heads": heads,
             "num_kv_heads": groups,
             "head_dim": head_dim,
             "intermediate_size": self._intermediate_size(),
-            "rms_norm_eps": float(f"{getattr(self.config, 'rms_norm_eps', 1e-6):.6g}"),
+            "rms_norm_eps": float(f"{getattr(self.config, 'rms_norm_eps', None) or 1e-6:.6g}"),
             "rope_theta": rope.get("rope_theta", 10000.0),
             "max_position_embeddings": self.info.max_context,
         }
