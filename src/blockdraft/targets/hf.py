@@ -67,8 +67,8 @@ class HFTarget(PretrainedTarget):
     """A `transformers` causal language model behind the `Target` protocol.
 
     Changes the model in place: frozen, in evaluation mode, with our attention and, with `pack`, with packed
-    linear layers where they are fp32 on the CPU.  ValueError: an architecture whose state is not plain keys
-    and values, or whose result through our cache differs from its own.
+    linear layers and experts where they are fp32 on the CPU.  ValueError: an architecture whose state is neither
+    keys and values nor that of a gated delta net, or whose result through our cache differs from its own.
     """
 
     implementation = "hf"

@@ -27,7 +27,7 @@ Run = Callable[[Tensor, KVCache, Sequence[int]], Tensor]
 class PretrainedTarget:
     """The part of `Target` that follows from a model's configuration, embedding and head.
 
-    ValueError: an architecture whose state is not plain keys and values, or that lacks what a target needs.
+    ValueError: an architecture with layers that it does not compute, or that lacks what a target needs.
     """
 
     implementation: str  # its name on the command line

@@ -85,6 +85,6 @@ class RecurrentCache(KVCache):
             if 0 < length < min(oldest, self.lengths[row]):
                 raise ValueError(
                     f"a row of {self.lengths[row]} tokens cannot be taken back to {length}: "
-                    f"the state of a recurrent layer is remembered from {oldest} on"
+                    f"the state of a recurrent layer is remembered from {oldest} on; draft fewer tokens at once"
                 )
         super().truncate(rows, lengths)
