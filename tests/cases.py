@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from fakes import ByteTokenizer, OracleDrafter, UnrelatedDrafter
+from families import FAMILIES, served, tiny_family
 from oracles import check_stats, slow_stop
 from tiny import EOS, VOCAB, tiny_model
 from transformers import PreTrainedModel
@@ -61,6 +62,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "logit_bias": {5: 2.0, EOS: 3.0}},
     {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": -0.3},
 )
+FEW_SETTINGS: tuple[dict[str, Any], ...] = ({}, {}, SETTINGS[4], SETTINGS[5])  # for one of many families
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,20 @@ class Reference:
 
 
 def untouched(kind: str) -> PreTrainedModel:
-    """The model as transformers makes it."""
+    """The model of one of `KINDS` or `FAMILIES`, as transformers makes it."""
+    if kind in FAMILIES:
+        return tiny_family(kind)
     _, layers, overrides = KINDS[kind]
     return tiny_model(layers, num_hidden_layers=LAYERS, **overrides)
 
 
+def wrapped(kind: str, model: PreTrainedModel, name: str) -> Target:
+    return served(model, name) if kind in FAMILIES else KINDS[kind][0](model, name)
+
+
 @cache
 def target(kind: str) -> Target:
-    return KINDS[kind][0](untouched(kind), kind)
+    return wrapped(kind, untouched(kind), kind)
 
 
 @cache
@@ -90,16 +98,17 @@ def neighbour(kind: str) -> Target:
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(model.named_parameters()):
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
-    return KINDS[kind][0](model, f"near-{kind}")
+    return wrapped(kind, model, f"near-{kind}")
 
 
 @cache
 def references(kind: str) -> list[Reference]:
     rng = random.Random(kind)
     found = []
-    for index in range(3 * len(SETTINGS)):
+    settings = FEW_SETTINGS if kind in FAMILIES else SETTINGS * 3
+    for different in settings:
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 9, 40, 63)))]
-        values = {"max_tokens": LENGTH, "ignore_eos": True, "seed": rng.randrange(2**40), **SETTINGS[index % 7]}
+        values = {"max_tokens": LENGTH, "ignore_eos": True, "seed": rng.randrange(2**40), **different}
         params = SamplingParams.parse(values)
         engine = Engine(target(kind), None, EngineConfig(capacity=128))
         request = engine.add(prompt, params)
@@ -191,7 +200,7 @@ def trained_drafter(kind: str, block_size: int, member: str) -> BlockDrafter | C
         "vocab_size": VOCAB,
         "mask_token_id": VOCAB - 1,
         "tap_ids": (0, 1),
-        "num_target_layers": LAYERS,
+        "num_target_layers": target(kind).info.num_layers,
         **AXES[member],
     }
     short = member in ("autoregressive", *CHAINS)

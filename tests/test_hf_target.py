@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -71,19 +74,20 @@ def test_without_packed_layers_bits_do_depend_on_it() -> None:
 
 
 def test_attention_in_one_call_equals_attention_row_by_row() -> None:
-    """The path of devices other than the CPU, on the CPU: rows of other lengths, out of order, with a window."""
+    """The path of devices other than the CPU, on the CPU: rows of other lengths, windows, bounded scores, sinks."""
     cache = KVCache(1, 4, 256, 2, 16, torch.float32, torch.device("cpu"))
     cache.keys[0].normal_()
     cache.values[0].normal_()
     cache.lengths = [3, 70, 200, 0]
     query = torch.randn(3, 4, 5, 16)
-    for rows in ([2, 3, 1], [0, 1, 2]):
-        for window in (None, 6):
-            step, other = (Step(cache, rows, 5, torch.float32, torch.device("cpu")) for _ in range(2))
-            module, memory = torch.nn.Module(), (cache.keys[0], cache.values[0])
-            expected, _ = attend(module, query, *memory, None, scaling=0.3, sliding_window=window, blockdraft=step)
-            found = _attend_batched(other, query, *memory, 0.3, window)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    kinds: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"s_aux": torch.randn(4)}]
+    for rows, window, kind in itertools.product(([2, 3, 1], [0, 1, 2]), (None, 6), kinds):
+        step, other = (Step(cache, rows, 5, torch.float32, torch.device("cpu")) for _ in range(2))
+        module, memory = torch.nn.Module(), (cache.keys[0], cache.values[0])
+        options = {"scaling": 0.3, "sliding_window": window, **kind}
+        expected, _ = attend(module, query, *memory, None, blockdraft=step, **options)
+        found = _attend_batched(other, query, *memory, 0.3, window, kind.get("softcap"), kind.get("s_aux"))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_greedy_text_equals_generate() -> None:
@@ -182,10 +186,11 @@ def test_a_recurrent_model_is_refused() -> None:
 
 
 def test_layers_of_another_kind_are_refused() -> None:
-    model = tiny.tiny_llama()
-    model.config.layer_types = ["full_attention", "linear_attention"] * 2
-    with pytest.raises(ValueError, match="layers of kind linear_attention"):
-        HFTarget(model, "hybrid")
+    for kind, reason in (("conv", "layers of kind conv"), ("linear_attention", "is not a gated delta net")):
+        model = tiny.tiny_llama()
+        model.config.layer_types = ["full_attention", kind] * 2
+        with pytest.raises(ValueError, match=reason):
+            HFTarget(model, "hybrid")
 
 
 def test_a_model_that_differs_through_the_cache_is_refused() -> None:

@@ -14,7 +14,7 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-NAMED = ("training", "ablations", "doctor", "performance")
+NAMED = ("training", "ablations", "doctor", "performance", "targets")
 TEXTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMED))
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 

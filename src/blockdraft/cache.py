@@ -2,12 +2,12 @@
 
 Slot s of a row is absolute position s, so rows never share a length and nothing is ever padded to
 another row.  Rolling back is a change of one integer: what lies behind a row's length is dead.
-Letters: B rows, Q new tokens, G key/value heads, E head width, S slots read back.
+Letters: B rows, Q new tokens, G key/value heads, E head width (F of a value, where it is another), S slots read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,17 @@ from torch import Tensor
 # Keys are read back in whole multiples of this many slots.  A product whose shape does not change with
 # every token gives the same bits whether a token is decoded alone or verified among drafts.
 READ_MULTIPLE = 64
+LayerShape = tuple[int, int, int]  # G, E, F
+# Layers, slots, capacity, G, E, and where and in what precision: what every cache is made from.
+Layout = tuple[int, int, int, int, int, torch.dtype, torch.device]
 
 
 class KVCache:
-    """`keys[layer]`, `values[layer]`: [slots, G, room, E]; `lengths[slot]`: committed tokens.
+    """`keys[layer]` [slots, G, room, E], `values[layer]` [slots, G, room, F]; `lengths[slot]`: committed tokens.
 
-    `room` is `capacity` rounded up to `READ_MULTIPLE`.  The memory starts as zeros, because masked
-    slots still enter a product and must be finite.
+    `room` is `capacity` rounded up to `READ_MULTIPLE`.  `shapes` says (G, E, F) of each layer that keeps anything;
+    None: all of them, alike.  The memory starts as zeros, because masked slots still enter a product and must be
+    finite.
     """
 
     def __init__(
@@ -33,11 +37,17 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        shapes: Mapping[int, LayerShape] | None = None,
     ) -> None:
         self.slots, self.capacity = slots, capacity
-        shape = (slots, num_kv_heads, _round_up(capacity), head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        if shapes is None:
+            shapes = dict.fromkeys(range(num_layers), (num_kv_heads, head_dim, head_dim))
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in range(num_layers):
+            heads, *widths = shapes.get(layer, (0, 0, 0))
+            for memory, width in zip((self.keys, self.values), widths, strict=True):
+                memory.append(torch.zeros(slots, heads, _round_up(capacity), width, dtype=dtype, device=device))
         self.lengths = [0] * slots
 
     def write(self, layer: int, rows: Sequence[int], starts: Sequence[int], keys: Tensor, values: Tensor) -> None:

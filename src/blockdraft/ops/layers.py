@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+VECTOR = 64  # a multiple of the elements that an elementwise kernel takes at once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -167,12 +170,22 @@ def pack_linears(module: nn.Module) -> None:
     probed: dict[tuple[int, int], tuple[int, int]] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _packs(child.weight):  # a subclass may compute something else
+            if type(child) is nn.Linear and packable(child.weight):  # a subclass may compute something else
                 shape = (child.out_features, child.in_features)
                 packed = PackedLinear(child.weight, child.bias, probed.get(shape))
                 probed[shape] = packed.span
                 setattr(parent, name, packed)
 
 
-def _packs(weight: Tensor) -> bool:
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x, whose bits do not depend on how many elements x has.
+
+    What is left over beside whole vectors, the CPU's kernels compute in another way, which rounds otherwise.
+    """
+    flat = x.reshape(-1)
+    return function(F.pad(flat, (0, -len(flat) % VECTOR)))[: len(flat)].view(x.shape)
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether a weight can be packed: fp32, on the CPU."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu"

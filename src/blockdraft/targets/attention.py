@@ -1,7 +1,7 @@
 """Attention over cache slots whose rows have lengths of their own, each row's result the same whoever is beside it.
 
-Letters: B rows, Q tokens per row in one call, n queries of one run, H/G query/key-value heads, E head width,
-S slots read back.
+Letters: B rows, Q tokens per row in one call, n queries of one run, H/G query/key-value heads, R query heads of one
+key/value head, E head width (F of a value, where it is another), S slots read back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockdraft.cache import READ_MULTIPLE, KVCache
 
 # What an architecture may ask of its attention that `attend` does not compute.
-REFUSED_OPTIONS = ("softcap", "s_aux", "position_bias", "sinks")
+REFUSED_OPTIONS = ("position_bias", "sinks")
 
 
 class Step:
@@ -73,15 +73,20 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     blockdraft: Step | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, H, Q, E] over the rows of a `Step`; returns [B, Q, H, E].
+    """Attention of query [B, H, Q, E] over the rows of a `Step`; returns [B, Q, H, F].
 
-    `key` and `value` [slots, G, room, E] are a layer's whole memory, of which the step knows its rows.  On the
+    `softcap` bounds the scores smoothly (Gemma 2); `s_aux` [H] are sinks (GPT-OSS): a score for each head that takes
+    part in the softmax and has no value.
+
+    `key` and `value` [slots, G, room, E or F] are a layer's whole memory, of which the step knows its rows.  On the
     CPU every query is an item of its own and the query heads of one key/value head are its rows, so the bits
     of a query's result depend neither on the queries beside it nor on the other rows of the batch.
     ValueError: the layer asks for something that this does not compute.
@@ -91,50 +96,99 @@ def attend(
     for option in REFUSED_OPTIONS:
         if options.get(option) is not None:
             raise ValueError(f"attention with '{option}' is not supported")
+    if attention_mask is not None:  # transformers makes none for us, so it is the model's own
+        raise ValueError("attention with a mask that the model makes itself is not supported")
     if options.get("is_causal") is False:
         raise ValueError("attention that is not causal is not supported")
-    return attend_step(blockdraft, query, key, value, scaling, sliding_window), None
+    return attend_step(blockdraft, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
 def attend_step(
-    step: Step, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    step: Step,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `attend` computes: query [B, H, Q, E] over memory [slots, G, room, E] -> [B, Q, H, E]."""
+    """What `attend` computes: query [B, H, Q, E] over memory [slots, G, room, E or F] -> [B, Q, H, F]."""
     batch, heads, width, head_dim = query.shape
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    shaped = softcap is not None or sinks is not None
     if query.device.type != "cpu":
-        return _attend_batched(step, query, key, value, scaling, window)
+        return _attend_batched(step, query, key, value, scaling, window, softcap, sinks)
     groups = key.shape[1]
     queries = query.transpose(1, 2).reshape(batch * width, groups, heads // groups, head_dim)
+    grouped_sinks = None if sinks is None else sinks.view(groups, -1, 1)
     masks, sizes = step.run_masks(window), [last - first for _, first, last, _ in step.runs]
     outputs = []
     for (b, _, _, slots), part, mask in zip(step.runs, queries.split(sizes), masks, strict=True):
-        shape = (part.shape[0], groups, slots, head_dim)
-        row = step.rows[b]
-        outputs.append(
-            F.scaled_dot_product_attention(
-                part.contiguous(),
-                key[row, :, :slots].expand(shape),
-                value[row, :, :slots].expand(shape),
-                attn_mask=mask,
-                scale=scaling,
+        keys, values = (memory[step.rows[b], :, :slots] for memory in (key, value))
+        if shaped:  # one query at a time: products of a shape that follows from its position alone
+            each = zip(part.contiguous(), mask, strict=True)
+            outputs.append(
+                torch.stack(
+                    [_shaped(one, keys, values, hidden, scaling, softcap, grouped_sinks) for one, hidden in each]
+                )
             )
-        )
+            continue
+        keys, values = (memory.expand(len(part), *memory.shape) for memory in (keys, values))
+        outputs.append(F.scaled_dot_product_attention(part.contiguous(), keys, values, attn_mask=mask, scale=scaling))
     # The runs follow one another as the queries do, row by row.
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.reshape(batch, width, heads, head_dim)
+    return output.reshape(batch, width, heads, value.shape[-1])
+
+
+def _shaped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention step by step, for scores that are bounded or have a sink beside them.
+
+    query [..., G, n, E], key [..., G, S, E], value [..., G, S, F], additive mask [..., 1, 1 or n, S], sinks [G, n, 1].
+    """
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
+    return weights.to(value.dtype) @ value
 
 
 def _attend_batched(
-    step: Step, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    step: Step,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """All rows in one call, for devices where launching costs more than reading masked slots."""
-    slots = max(run[3] for run in step.runs)
+    batch, heads, width, head_dim = query.shape
+    groups, slots = key.shape[1], max(run[3] for run in step.runs)
     first = step.rows[0]
     neighbours = step.rows == list(range(first, first + len(step.rows)))
     index: slice | list[int] = slice(first, first + len(step.rows)) if neighbours else step.rows
-    mask = step.batch_mask(window, slots)
-    grouped = query.shape[1] != key.shape[1]
-    output = F.scaled_dot_product_attention(
-        query, key[index, :, :slots], value[index, :, :slots], attn_mask=mask, scale=scaling, enable_gqa=grouped
-    )
-    return output.transpose(1, 2).contiguous()
+    mask, keys, values = step.batch_mask(window, slots), key[index, :, :slots], value[index, :, :slots]
+    if softcap is None and sinks is None:
+        output = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=heads != groups
+        )
+        return output.transpose(1, 2).contiguous()
+    folded = query.reshape(batch, groups, -1, head_dim)  # the query heads of a key/value head one after the other
+    if sinks is not None:
+        sinks = sinks.view(groups, -1, 1).repeat_interleave(width, dim=1)
+    mask = mask.repeat(1, 1, heads // groups, 1)
+    output = _shaped(folded, keys, values, mask, scaling, softcap, sinks)
+    return output.view(batch, heads, width, -1).transpose(1, 2).contiguous()

@@ -21,13 +21,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GenerationCon
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from blockdraft.cache import KVCache
+from blockdraft.cache import KVCache, LayerShape
 from blockdraft.ops.layers import pack_linears
 from blockdraft.targets.attention import Step, attend
 from blockdraft.targets.base import TargetOutput
-from blockdraft.targets.pretrained import PretrainedTarget, decoder_layers, require_fit
+from blockdraft.targets.deltanet import find_delta_nets, swap_delta_net
+from blockdraft.targets.experts import pack_experts
+from blockdraft.targets.pretrained import ATTENDING, PretrainedTarget, Run, decoder_layers, require_fit
+from blockdraft.targets.recurrent import RecurrentCache, State
 
-ATTENTION = "blockdraft"
+ATTENTION, RECURRENT = "blockdraft", "linear_attention"
 
 
 class StepCache(Cache):
@@ -43,14 +46,14 @@ class StepCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store [B, G, Q, E] of one layer; returns the layer's whole memory, from which `attend` reads its rows."""
         step, cache = self.step, self.step.cache
-        room = cache.keys[layer_idx]
-        expected = (len(step.rows), room.shape[1], step.width, room.shape[3])
-        if key_states.shape != expected or value_states.shape != expected:
-            shapes = f"{list(key_states.shape)} and {list(value_states.shape)}"
-            raise ValueError(f"layer {layer_idx} caches keys and values {shapes}, not {list(expected)}")
+        memories = cache.keys[layer_idx], cache.values[layer_idx]
+        for given, memory in zip((key_states, value_states), memories, strict=True):
+            expected = [len(step.rows), memory.shape[1], step.width, memory.shape[3]]
+            if list(given.shape) != expected:
+                raise ValueError(f"layer {layer_idx} caches {list(given.shape)}, not {expected}")
         cache.write(layer_idx, step.rows, step.starts, key_states, value_states)
         self.written.add(layer_idx)
-        return room, cache.values[layer_idx]
+        return memories
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002  # transformers' signature
         """The longest row; positions are passed explicitly, so models only test it for zero."""
@@ -64,11 +67,12 @@ class HFTarget(PretrainedTarget):
     """A `transformers` causal language model behind the `Target` protocol.
 
     Changes the model in place: frozen, in evaluation mode, with our attention and, with `pack`, with packed
-    linear layers where they are fp32 on the CPU.  ValueError: an architecture whose state is not plain keys
-    and values, or whose result through our cache differs from its own.
+    linear layers and experts where they are fp32 on the CPU.  ValueError: an architecture whose state is neither
+    keys and values nor that of a gated delta net, or whose result through our cache differs from its own.
     """
 
     implementation = "hf"
+    layer_kinds = ATTENDING | {RECURRENT}
 
     def __init__(
         self, model: PreTrainedModel, name: str, eos_token_ids: Sequence[int] | None = None, pack: bool = True
@@ -82,6 +86,8 @@ class HFTarget(PretrainedTarget):
         self._limits_logits = "logits_to_keep" in parameters
         self._handles: list[RemovableHandle] = []
         self._kept: dict[int, Tensor] = {}
+        self._shapes: dict[int, LayerShape] = {}  # of the layers that keep keys and values
+        self._empty: dict[int, State] = {}  # of the recurrent layers
         self._adapt(pack)
         self._head = model.get_output_embeddings()
 
@@ -102,6 +108,13 @@ class HFTarget(PretrainedTarget):
                 if isinstance(value, Tensor):
                     found[f"{name}.{kind}"] = value.detach()
         return found
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """An empty cache for this target.  ValueError: `capacity` is more than the target can look back on."""
+        layout = self._layout(slots, capacity)
+        if self._empty:
+            return RecurrentCache(layout, self._shapes, self._empty)
+        return KVCache(*layout, shapes=self._shapes)
 
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
@@ -140,17 +153,58 @@ class HFTarget(PretrainedTarget):
 
         steps: list[tuple[Step, StepCache]] = []
         try:
-            expected = self.model(input_ids=ids[1:], use_cache=False).logits
+            nets = find_delta_nets(self._layers)
+            if sorted(nets) != [layer for layer, kind in enumerate(self._kinds()) if kind == RECURRENT]:
+                raise ValueError("its linear attention is not a gated delta net as Qwen3-Next and Qwen3.5 have it")
+            own = self.model(input_ids=ids[1:], use_cache=True)
+            expected, self._shapes = own.logits, _memory_shapes(own[self._cache_argument])
             self.model.set_attn_implementation(ATTENTION)
+            self._empty = {layer: swap_delta_net(self._layers[layer], name).empty() for layer, name in nets.items()}
             if pack:
                 pack_linears(self.model)
+                pack_experts(self.model)
             actual = self._through_cache(ids, run)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        except ValueError as error:
             raise self._refusal(error) from error
+        except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            raise self._refusal(f"its code does not run with our cache and attention: {error or error!r}") from error
+        # The last layers of some read what an earlier one has written.
+        keeping = self.info.num_layers - (getattr(self.config, "num_kv_shared_layers", None) or 0)
         for step, view in steps:
-            if len(view.written) != self.info.num_layers or set(step.masks) != self._windows():
+            if view.written != set(range(keeping)) or set(step.masks) != self._windows():
                 raise self._refusal("not every layer uses its own key/value cache")
         self._compare(actual, expected)
+        self._check_taps(ids, run)
+
+    def _head_counts(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of a head, of the first layer that attends."""
+        groups, head_dim, _ = self._shapes[min(self._shapes)]
+        return self.config.num_attention_heads, groups, head_dim
+
+    def _check_taps(self, ids: Tensor, run: Run) -> None:
+        """ValueError: what comes out of a layer is not one vector per token, as the drafters take it to be."""
+        self.set_taps(sorted({0, self.info.num_layers - 1}))
+        run(ids, self.new_cache(*ids.shape), [0, 1])
+        shapes = {tuple(getattr(kept, "shape", ())) for kept in self._kept.values()}
+        self.set_taps(())
+        if shapes != {(*ids.shape, self.info.hidden_size)}:
+            raise self._refusal(f"its layers hand on {list(min(shapes))}, not one vector of {self.info.hidden_size}")
+
+
+def _memory_shapes(cache: Any) -> dict[int, LayerShape]:
+    """What each layer of transformers' own cache keeps.  ValueError: none keeps keys and values."""
+    kept = (
+        (index, getattr(layer, "keys", None), getattr(layer, "values", None))
+        for index, layer in enumerate(cache.layers)
+    )
+    shapes = {
+        index: (keys.shape[1], keys.shape[-1], values.shape[-1])
+        for index, keys, values in kept
+        if isinstance(keys, Tensor) and isinstance(values, Tensor)
+    }
+    if not shapes:
+        raise ValueError("no layer keeps keys and values")
+    return shapes
 
 
 def load_reference(folder: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

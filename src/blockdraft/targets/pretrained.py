@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.cache import READ_MULTIPLE, KVCache
+from blockdraft.cache import READ_MULTIPLE, KVCache, Layout
 from blockdraft.targets.base import TargetInfo, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+PROBED = 12  # tokens beyond the shortest window, on which a model is compared with itself
 # ids, cache, rows -> logits of all ids
 Run = Callable[[Tensor, KVCache, Sequence[int]], Tensor]
 
@@ -26,17 +27,19 @@ Run = Callable[[Tensor, KVCache, Sequence[int]], Tensor]
 class PretrainedTarget:
     """The part of `Target` that follows from a model's configuration, embedding and head.
 
-    ValueError: an architecture whose state is not plain keys and values, or that lacks what a target needs.
+    ValueError: an architecture with layers that it does not compute, or that lacks what a target needs.
     """
 
     implementation: str  # its name on the command line
+    layer_kinds = ATTENDING  # those of `layer_types` that it computes
     _head: nn.Module
 
     def __init__(self, model: PreTrainedModel, name: str, eos_token_ids: Sequence[int] | None) -> None:
         self.kind, self.config = type(model).__name__, model.config.get_text_config()
-        unknown = set(getattr(self.config, "layer_types", None) or ()) - KNOWN_LAYERS
+        unknown = set(self._kinds()) - self.layer_kinds
         if unknown:
-            raise self._refusal(f"it has layers of kind {', '.join(sorted(unknown))}, not only attention")
+            known = ", ".join(sorted(self.layer_kinds))
+            raise self._refusal(f"it has layers of kind {', '.join(sorted(unknown))}, not only {known}")
         layers = decoder_layers(model)
         if layers is None:
             raise self._refusal("it has no list of decoder layers")
@@ -80,15 +83,21 @@ class PretrainedTarget:
         return self._head_weight if ids is None else self._head_weight[ids]
 
     def draft_defaults(self) -> dict[str, Any]:
-        """Heads, widths and rotary numbers that a drafter takes over from this target, named as in `DrafterConfig`."""
+        """Heads, widths and rotary numbers that a drafter takes over from this target, named as in `DrafterConfig`.
+
+        Rotary positions are plain, whatever the target does (published drafters of M-RoPE and partly rotated targets
+        have them so).  A target with experts is taken for the dense model that one token sees: as wide as all the
+        experts that a token goes to, shared ones included (Qwen3-30B-A3B: 8 of 768, which is 6144).
+        """
         heads, groups, head_dim = self._head_counts()
         rope = getattr(self.config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention") or rope  # where kinds of layers have frequencies of their own
         return {
             "num_heads": heads,
             "num_kv_heads": groups,
             "head_dim": head_dim,
-            "intermediate_size": self.config.intermediate_size,
-            "rms_norm_eps": float(f"{getattr(self.config, 'rms_norm_eps', 1e-6):.6g}"),
+            "intermediate_size": self._intermediate_size(),
+            "rms_norm_eps": float(f"{getattr(self.config, 'rms_norm_eps', None) or 1e-6:.6g}"),
             "rope_theta": rope.get("rope_theta", 10000.0),
             "max_position_embeddings": self.info.max_context,
         }
@@ -99,14 +108,22 @@ class PretrainedTarget:
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this target.  ValueError: `capacity` is more than the target can look back on."""
-        if capacity > self.info.max_context:
-            raise ValueError(f"a context of {capacity} tokens exceeds the {self.info.max_context} of {self.info.name}")
-        _, groups, head_dim = self._head_counts()
-        return KVCache(self.info.num_layers, slots, capacity, groups, head_dim, self.info.dtype, self.info.device)
+        return KVCache(*self._layout(slots, capacity))
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
         """Append ids [B, Q] to the cache slots `rows`; see `Target.forward`.  ValueError: the slot is too small."""
         raise NotImplementedError
+
+    def _layout(self, slots: int, capacity: int) -> Layout:
+        """What a cache is made from.  ValueError: `capacity` is more than the target can look back on."""
+        if capacity > self.info.max_context:
+            raise ValueError(f"a context of {capacity} tokens exceeds the {self.info.max_context} of {self.info.name}")
+        _, groups, head_dim = self._head_counts()
+        return self.info.num_layers, slots, capacity, groups, head_dim, self.info.dtype, self.info.device
+
+    def _kinds(self) -> list[str]:
+        """What each layer is, as far as the configuration says so."""
+        return list(getattr(self.config, "layer_types", None) or ())
 
     def _head_counts(self) -> tuple[int, int, int]:
         """Query heads, key/value heads and the width of a head."""
@@ -114,18 +131,36 @@ class PretrainedTarget:
         groups = getattr(self.config, "num_key_value_heads", None) or heads
         return heads, groups, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
 
+    def _intermediate_size(self) -> int:
+        """Width of a layer's feed-forward part as one token sees it.  ValueError: the configuration does not say."""
+        width, each = self._said("intermediate_size"), self._experts_per_token()
+        expert = self._said("moe_intermediate_size", "expert_intermediate_size") or width
+        if each is not None and expert is not None:
+            shared = self._said("shared_expert_intermediate_size") or (self._said("n_shared_experts") or 0) * expert
+            return each * expert + shared
+        if width is None:
+            raise ValueError(f"the configuration of {self.info.name} does not say how wide its layers are")
+        return width
+
+    def _experts_per_token(self) -> int | None:
+        return self._said("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+
+    def _said(self, *names: str) -> int | None:
+        """The first of these settings that is a positive number."""
+        values = (getattr(self.config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
     def _windows(self) -> set[int | None]:
         """The windows that the configuration asks for."""
         window = getattr(self.config, "sliding_window", None)
-        types = getattr(self.config, "layer_types", None)
-        if not types:
+        if not self._kinds():
             return {window}
-        return {window if kind == "sliding_attention" else None for kind in types}
+        return {window if kind == "sliding_attention" else None for kind in self._kinds() if kind in ATTENDING}
 
     def _probe(self) -> Tensor:
         """Two lines of a few random ids, longer than the shortest window, on which a model is compared with itself."""
         windows = [window for window in self._windows() if window is not None and window < READ_MULTIPLE]
-        length = min(12 + max(windows, default=0), self.info.max_context)
+        length = min(PROBED + max(windows, default=0), self.info.max_context)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.info.vocab_size, (2, length), generator=generator).to(self.info.device)
 
@@ -139,9 +174,18 @@ class PretrainedTarget:
         return torch.cat([first, both[1:]], dim=1)
 
     def _compare(self, actual: Tensor, expected: Tensor) -> None:
-        """ValueError: logits through the cache are not those of the model as it came."""
-        difference = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-        if not difference < (1e-3 if self.info.dtype == torch.float32 else 5e-2):
+        """ValueError: logits [1, Q, V] through the cache are not those of the model as it came.
+
+        In half precision most of the last tokens count, not all, and less strictly where there are experts: rounding
+        sends a token to another one now and then, which is no fault and shows in all that follows.
+        """
+        actual, expected = actual[0].float(), expected[0].float()
+        if self.info.dtype == torch.float32:
+            difference, limit = ((actual - expected).norm() / expected.norm()).item(), 1e-3
+        else:
+            each = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+            difference, limit = each[-PROBED:].median().item(), 5e-2 if self._experts_per_token() is None else 3e-1
+        if not difference < limit:
             raise self._refusal(f"through the cache it differs from itself by {difference:.1e}")
 
     def _refusal(self, reason: str | Exception) -> ValueError:
