@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from blockdraft.cli import ablate, bench, generate, info, regenerate, train
+from blockdraft.cli import ablate, bench, check, export, generate, importing, info, launching, regenerate, train
 
 __all__ = ["app", "main"]
 
@@ -31,6 +31,10 @@ app.command("train")(train.command)
 app.command("regenerate")(regenerate.command)
 app.command("bench")(bench.command)
 app.command("ablate")(ablate.command)
+app.command("check")(check.command)
+app.command("export")(export.command)
+app.command("import")(importing.command)
+app.command("command")(launching.command)
 app.command("info")(info.command)
 
 
