@@ -14,7 +14,12 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "docs" / "ablations.md")
+TEXTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "training.md",
+    ROOT / "docs" / "ablations.md",
+    ROOT / "docs" / "formats.md",
+)
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 
 
@@ -96,7 +101,8 @@ def test_every_option_that_is_mentioned_exists(capsys: pytest.CaptureFixture[str
     helps = {}
     for path in TEXTS:
         for words in re.findall(
-            r"blockdraft (generate|train|regenerate|bench|ablate)([^\n`]*)", path.read_text(encoding="utf-8")
+            r"blockdraft (generate|train|regenerate|bench|ablate|check|export|import|command)([^\n`]*)",
+            path.read_text(encoding="utf-8"),
         ):
             if words[0] not in helps:
                 assert run([words[0], "--help"]) == 0
