@@ -7,8 +7,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 BROKEN := $(VENV)/.unfinished
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+PEERS  := .parity
 
-.PHONY: demo test test-slow lint format setup clean
+.PHONY: demo test test-slow parity lint format setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -41,6 +42,24 @@ test: lint
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
+# Exported drafters in the engines of others: the authors' package, transformers, llama.cpp.  Tokens, rounds and hidden
+# states must be ours; each engine has an environment of its own (about 2 GB, once).
+parity: $(STAMP) $(PEERS)/.ready
+	rm -rf $(PEERS)/out
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out
+	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_dflash.py $(PEERS)/out/tiny
+	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/tiny
+	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/default
+
+$(PEERS)/.ready:
+	@echo "parity: installing the other engines into $(PEERS)"
+	@rm -rf $(PEERS) && mkdir $(PEERS)
+	@$(PYTHON) -m venv $(PEERS)/reference && $(PYTHON) -m venv $(PEERS)/llamacpp
+	@$(PEERS)/reference/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
+	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0
+	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -52,5 +71,5 @@ format: $(STAMP)
 	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -144,6 +144,41 @@ def test_rows_of_a_batch_draft_as_they_do_alone(member):
         assert torch.equal(drafter.propose(alone, [0], anchors[b : b + 1]).tokens[0], proposal.tokens[b])
 
 
+@torch.no_grad()
+def test_scales_on_embeddings_and_logits():
+    target = tiny_target("llama")
+    plain = random_model(drafter_config())
+    scaled = BlockModel(drafter_config(input_embedding_scale=3.5, output_multiplier=0.25, final_logit_softcapping=9.0))
+    scaled.load_state_dict(plain.state_dict())
+    generator = torch.Generator().manual_seed(3)
+    block, taps = torch.randn(1, 2, 5, 32, generator=generator), torch.randn(1, 6, 2, 32, generator=generator)
+    positions, lengths = torch.arange(5) + torch.tensor([[[4], [6]]]), torch.tensor([[4, 6]])
+    context = plain.context(taps, torch.arange(6)[None])
+    expected = plain(block * 3.5, positions, context, lengths) * 0.25
+    assert torch.equal(scaled(block, positions, context, lengths), expected)
+    assert not torch.allclose(plain(block, positions, context, lengths) * 0.25, expected, atol=1e-3)
+    drafts = []
+    for model in (plain, scaled):  # the drafter's own path takes the scale too
+        drafter = BlockDrafter(model, target)
+        state = drafter.new_state(1, 16)
+        drafter.observe(state, [0], torch.zeros(1, 6, dtype=torch.long), taps, [6])
+        drafts.append(torch.cat([drafter.propose(state, [0], torch.tensor([a])).tokens for a in range(30)]))
+    assert not torch.equal(*drafts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input_embedding_scale": 2.0, "injection": "input"},
+        {"output_multiplier": 2.0, **TOKEN_BY_TOKEN},
+        {"final_logit_softcapping": 30.0, "markov_rank": 2},
+    ],
+)
+def test_scales_that_have_no_meaning_are_refused(changes):
+    with pytest.raises(ValueError, match=r"need injection 'kv'|would come before a Markov head"):
+        drafter_config(**changes)
+
+
 def test_a_reduced_head_says_only_its_ids():
     config = drafter_config(draft_vocab_size=7)
     draft_ids = torch.tensor([3, 10, 11, 30, 50, 60, 94])

@@ -56,7 +56,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("generate", "train", "regenerate", "bench", "ablate", "info"):
+    for name in ("generate", "train", "regenerate", "bench", "ablate", "check", "export", "import", "command", "info"):
         code, out, _ = run(capsys, name, "--help")
         assert code == 0
         assert "Usage: blockdraft " + name in out

@@ -18,6 +18,15 @@ SCALINGS = [
         "original_max_position_embeddings": 512,
     },
     {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256},
+    # gpt-oss's drafters: the ramp between fast and slow pairs is not cut to whole dimensions
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
 ]
 
 

@@ -14,7 +14,7 @@ from blockdraft.bench import report
 from blockdraft.cli import main
 
 ROOT = Path(__file__).parent.parent
-NAMED = ("training", "ablations", "doctor", "performance", "targets")
+NAMED = ("training", "ablations", "doctor", "performance", "targets", "formats")
 TEXTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMED))
 DRAFTER = ROOT / "src" / "blockdraft" / "assets" / "smollm2-135m-dflash"
 
@@ -99,7 +99,8 @@ def test_every_option_that_is_mentioned_exists(capsys: pytest.CaptureFixture[str
     helps = {}
     for path in TEXTS:
         for words in re.findall(
-            r"blockdraft (generate|train|regenerate|bench|ablate)([^\n`]*)", path.read_text(encoding="utf-8")
+            r"blockdraft (generate|train|regenerate|bench|ablate|check|export|import|command)([^\n`]*)",
+            path.read_text(encoding="utf-8"),
         ):
             if words[0] not in helps:
                 assert run([words[0], "--help"]) == 0

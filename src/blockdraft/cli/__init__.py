@@ -13,7 +13,19 @@ from collections.abc import Sequence
 
 import typer
 
-from blockdraft.cli import ablate, bench, doctor, generate, info, regenerate, train
+from blockdraft.cli import (
+    ablate,
+    bench,
+    check,
+    doctor,
+    export,
+    generate,
+    importing,
+    info,
+    launching,
+    regenerate,
+    train,
+)
 
 __all__ = ["app", "main"]
 
@@ -32,6 +44,10 @@ app.command("regenerate")(regenerate.command)
 app.command("bench")(bench.command)
 app.command("ablate")(ablate.command)
 app.command("doctor")(doctor.command)
+app.command("check")(check.command)
+app.command("export")(export.command)
+app.command("import")(importing.command)
+app.command("command")(launching.command)
 app.command("info")(info.command)
 
 

@@ -92,6 +92,9 @@ class DrafterConfig(DraftAxes):
     sliding_window: int | None = Field(None, gt=0)
     is_causal: bool | None = Field(None, description="None: sliding layers causal in the block, full layers not")
     draft_vocab_size: int | None = Field(None, description="rows of a reduced draft head; None: all of the target's")
+    input_embedding_scale: float = Field(1.0, gt=0, description="on a block's embeddings (drafters of Gemma targets)")
+    output_multiplier: float = Field(1.0, gt=0, description="on the draft logits")
+    final_logit_softcapping: float | None = Field(None, gt=0, description="keeps the order of the draft logits")
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterConfig:
@@ -117,6 +120,15 @@ class DrafterConfig(DraftAxes):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 2..{self.vocab_size}")
         if self.order == "autoregressive" and self.is_causal is False:
             raise ValueError("order 'autoregressive' is causal in the block: is_causal cannot be false")
+        return self
+
+    @model_validator(mode="after")
+    def _scales_fit(self) -> DrafterConfig:
+        scaled = self.input_embedding_scale != 1.0 or self.output_multiplier != 1.0
+        if scaled and (self.reads_tokens or self.token_by_token):
+            raise ValueError("input_embedding_scale and output_multiplier need injection 'kv' and order 'block'")
+        if self.final_logit_softcapping is not None and self.markov_rank is not None:
+            raise ValueError("final_logit_softcapping would come before a Markov head's bias: give one of the two")
         return self
 
     @model_validator(mode="after")

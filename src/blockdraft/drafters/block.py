@@ -93,10 +93,13 @@ class BlockModel(DraftNetwork):
         are the features in front of the anchors (see `Context.before`).  The final norm is applied; the target's head
         turns the result into logits.
         """
-        return self.norm(self.rows(self.enter(block, before), positions, context.layers, context_lengths)[0])
+        hidden = self.norm(self.rows(self.enter(block, before), positions, context.layers, context_lengths)[0])
+        return hidden if self.config.output_multiplier == 1.0 else hidden * self.config.output_multiplier
 
     def enter(self, block: Tensor, before: Tensor | None) -> Tensor:
         """A block's embeddings [B, A, Q, D] with the features [B, A, D] in front of its anchor, if it takes them."""
+        if self.config.input_embedding_scale != 1.0:
+            block = block * self.config.input_embedding_scale
         return block if before is None else block + self.input_proj(before)[:, :, None]
 
     def rows(

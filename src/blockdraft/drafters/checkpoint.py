@@ -13,6 +13,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +41,8 @@ ARCHITECTURES: dict[str, dict[str, str]] = {
 }
 OWN_ARCHITECTURE = "BlockDraftModel"
 AXES = ("fusion", "fusion_norm", "context_projections", "injection", "order")
+# What some published drafters do to embeddings and logits; written where it is not nothing.
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -76,6 +80,9 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
     if config.is_causal is not None:
         dflash["causal"] = config.is_causal
+    for key in SCALES:
+        if getattr(config, key) != DrafterConfig.model_fields[key].default:
+            dflash[key] = getattr(config, key)
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
@@ -154,6 +161,7 @@ def config_from_json(values: dict[str, Any], where: str) -> DrafterConfig:
             "anchor_drafts": bool(merged.get("sample_from_anchor")),
             "draft_vocab_size": merged.get("draft_vocab_size"),
             "markov_rank": merged.get("markov_rank"),
+            **{key: merged[key] for key in SCALES if merged.get(key) is not None},
         },
         where,
     )
@@ -186,25 +194,32 @@ def save_drafter(
     provenance: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a drafter folder: under a temporary name, then moved, so that `folder` is never half written.
-
-    An older one is moved aside first, and removed when the new one is in its place.
-    """
-    folder = Path(folder)
+    """Write a drafter folder: under a temporary name, then moved, so that `folder` is never half written."""
     prefix, weights = PREFIXES.get(model.config.family, ""), model.state_dict()
     tensors = {prefix + name: value.detach().to("cpu", dtype).contiguous() for name, value in weights.items()}
     if draft_ids is not None:
         tensors["d2t"] = draft_ids.cpu() - torch.arange(len(draft_ids))
         if model.lm_head is not None:
             tensors["t2d"] = said(draft_ids.cpu(), model.config.vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with replaced_whole(Path(folder)) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config_to_json(model.config, dtype), indent=2) + "\n")
         (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+@contextmanager
+def replaced_whole(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder` when the block ends; nothing of it is left if that raises.
+
+    An older one is moved aside first, and removed when the new one is in its place.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield temporary
         temporary.chmod(0o755)  # the defaults of temporary folders and of safetensors are for one user alone
-        (temporary / "model.safetensors").chmod(0o644)
+        for file in temporary.iterdir():
+            file.chmod(0o644)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
             os.replace(folder, old / "folder")

@@ -80,8 +80,10 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | No
     def dimension(rotations: float) -> float:  # YaRN: where a pair turns this often over the original context
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    start = max(math.floor(dimension(float(scaling.get("beta_fast", 32)))), 0)
-    end = min(math.ceil(dimension(float(scaling.get("beta_slow", 1)))), head_dim - 1)
+    start, end = dimension(float(scaling.get("beta_fast", 32))), dimension(float(scaling.get("beta_slow", 1)))
+    if scaling.get("truncate", True):  # to whole dimensions; gpt-oss does not
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - start) / max(end - start, 1e-3)
     scaled = ramp.clamp(0.0, 1.0)
     magnitude = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1.0

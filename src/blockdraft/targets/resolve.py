@@ -136,6 +136,15 @@ def resolve_folder(spec: str) -> Path:
     )
 
 
+def gguf_file(spec: str) -> Path | None:
+    """The GGUF file that a target's name is, stands for, or has in its folder; None where there is none."""
+    if spec in ALIASES:
+        return _packaged_gguf(ALIASES[spec][0])
+    path = Path(spec).expanduser()
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
+    return found[0] if found and found[0].is_file() else None
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: BLOCKDRAFT_CACHE, else XDG_CACHE_HOME/blockdraft, else ~/.cache/blockdraft."""
     if os.environ.get("BLOCKDRAFT_CACHE"):

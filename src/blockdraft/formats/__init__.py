@@ -1,0 +1,1 @@
+"""Layouts of other projects, one file each: what they hold is read into `parts.Parts`, checked, and written again."""
