@@ -138,7 +138,7 @@ def make_case(seed: int) -> Case:
         kind,
         drafter=DRAFTERS[seed % len(DRAFTERS)],
         max_drafts=rng.randint(2, 16) - 1,
-        config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width),
+        config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width, coupled=seed % 3 > 0),
         seed=seed,
         requests=[(reference, *shorten(reference, capacity, rng)) for reference in chosen],
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Proposal
+from blockdraft.ops.sampling import Coupling
 from blockdraft.targets.base import TargetInfo, TargetOutput
 
 
@@ -91,7 +92,9 @@ class FakeDrafter:
         for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
             state[row] += ids[:count]
 
-    def propose(self, state: list[list[int]], rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(
+        self, state: list[list[int]], rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None
+    ) -> Proposal:
         drafts = [self.draft([*state[row], anchor]) for row, anchor in zip(rows, anchors.tolist(), strict=True)]
         return Proposal(torch.tensor(drafts).view(len(rows), self.max_drafts))
 

@@ -241,7 +241,7 @@ class Guided(ChainDrafter):
         for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
             self.committed[row] += ids[:count]
 
-    def propose(self, state, rows, anchors):
+    def propose(self, state, rows, anchors, coupling=None):
         drafts = super().propose(state, rows, anchors).tokens
         for b, (row, anchor) in enumerate(zip(rows, anchors.tolist(), strict=True)):
             done = [*self.committed[row], anchor]

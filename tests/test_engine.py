@@ -71,7 +71,7 @@ class ShortDrafter(OracleDrafter):
         for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
             state[row] += ids[:count]
 
-    def propose(self, state, rows, anchors):
+    def propose(self, state, rows, anchors, coupling=None):
         proposal = super().propose(state, rows, anchors)
         return Proposal(proposal.tokens, counts=[len(state[row]) % 4 for row in rows])
 

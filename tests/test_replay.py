@@ -31,8 +31,8 @@ def noted(drafter: Drafter) -> list[Tensor]:
     proposals: list[Tensor] = []
     real = drafter.propose
 
-    def propose(state: Any, rows: Any, anchors: Tensor) -> Any:
-        made = real(state, rows, anchors)
+    def propose(state: Any, rows: Any, anchors: Tensor, coupling: Any = None) -> Any:
+        made = real(state, rows, anchors, coupling)
         proposals.append(made.tokens)
         return made
 

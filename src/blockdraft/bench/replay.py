@@ -19,6 +19,9 @@ from blockdraft.cache import KVCache
 from blockdraft.config import SamplingParams
 from blockdraft.targets.base import Target, TargetOutput
 
+# Ahead of all other logits by more than any noise, at the highest temperature there is.
+CERTAIN = 1e4
+
 
 @dataclass(frozen=True)
 class Told:
@@ -85,7 +88,7 @@ class ReplayTarget:
         cache.extend(rows, [width] * len(rows))
         chosen = torch.tensor(following, device=self.info.device)[..., None]
         logits = torch.zeros(*chosen.shape[:2], self.info.vocab_size, device=self.info.device)
-        return TargetOutput(logits.scatter_(2, chosen, 1.0), torch.stack(taps) if taps else None)
+        return TargetOutput(logits.scatter_(2, chosen, CERTAIN), torch.stack(taps) if taps else None)
 
     @torch.no_grad()
     def _taps_of(self, prompt: tuple[int, ...]) -> Tensor:

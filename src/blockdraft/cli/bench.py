@@ -54,6 +54,9 @@ def command(
     repeats: Annotated[int, typer.Option(help="Runs of each arm per prompt; the median counts.", min=1)] = 1,
     slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 1,
     verify_width: VerifyWidthOption = "auto",
+    coupled: Annotated[
+        bool, typer.Option(help="Draft by the noise of the target's choices; else what is likeliest.")
+    ] = True,
     block_size: Annotated[int | None, typer.Option(help="Rows of a drafted block; none: as it was trained.")] = None,
     threads: ThreadsOption = None,
     output: Annotated[
@@ -95,6 +98,7 @@ def command(
         slots=slots,
         capacity=room,
         verify_width=width,
+        coupled=coupled,
         block_size=block_size,
     )
     setup = {
@@ -109,6 +113,7 @@ def command(
         "repeats": repeats,
         "slots": slots,
         "verify_width": width,
+        "coupled": coupled,
         "machine": machine(),
     }
     llm.engine.prepare()  # what is measured once for a machine is no part of anybody's time

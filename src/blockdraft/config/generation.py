@@ -52,6 +52,8 @@ class EngineConfig(Strict):
         None, description="drafts verified per round; auto: as many as pay; None: all that are proposed"
     )
 
+    coupled: bool = Field(False, description="draft by the noise of the target's choices, above temperature 0")
+
     @field_validator("verify_width", mode="before")
     @classmethod
     def _a_number_of_drafts(cls, value: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from blockdraft.ops.sampling import Coupling
+
 
 class TargetFacts(Protocol):
     """What a drafter must know of its target to fit it; a target's `info` has it."""
@@ -93,7 +95,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, state: Any, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(self, state: Any, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
         """Draft the tokens that follow anchors [B].
 
         The anchor of a row stands at position (tokens observed so far); nothing is committed by this call.

@@ -32,11 +32,12 @@ from blockdraft.cache import KVCache
 from blockdraft.config import DrafterConfig
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.fusion import mix_taps, peak_weights
-from blockdraft.drafters.head import draft_index, probability, reduced_head
+from blockdraft.drafters.head import draft_index, draw, probability, reduced_head
 from blockdraft.drafters.layers import BlockLayer, KeysValues
 from blockdraft.drafters.markov import MarkovHead
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
 from blockdraft.ops.layers import RMSNorm
+from blockdraft.ops.sampling import Coupling
 
 
 class BlockModel(DraftNetwork):
@@ -215,12 +216,14 @@ class BlockDrafter:
         state.extend(rows, counts)
 
     @torch.no_grad()
-    def propose(self, state: ContextCache, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(
+        self, state: ContextCache, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None
+    ) -> Proposal:
         """One block per row: anchors [B] -> tokens [B, K], K = `max_drafts`."""
         lengths = [state.lengths[row] for row in rows]
         before = None if state.features is None else state.features[list(rows)][:, None]
         if self.config.order == "autoregressive":
-            return self._one_by_one(state, rows, anchors, lengths, before)
+            return self._one_by_one(state, rows, anchors, lengths, before, coupling)
         config, device = self.config, anchors.device
         assert config.mask_token_id is not None, "a drafter of masks has one"
         ids = torch.full((len(rows), config.block_size), config.mask_token_id, device=device)
@@ -230,29 +233,31 @@ class BlockDrafter:
         context = Context(self._gather(state, rows, max(lengths)))
         hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts, before)[:, 0]
         logits = self._head(hidden[:, -self.max_drafts :])
-        tokens = logits.argmax(dim=-1)
-        if self.model.markov_head is None:
-            sure = probability(logits, tokens)
-        else:
-            tokens, sure = self._follow(logits, anchors)
+        tokens, sure = self._follow(logits, anchors, coupling)
         return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens], sure)
 
     def _one_by_one(
-        self, state: ContextCache, rows: Sequence[int], tokens: Tensor, lengths: list[int], before: Tensor | None
+        self,
+        state: ContextCache,
+        rows: Sequence[int],
+        tokens: Tensor,
+        lengths: list[int],
+        before: Tensor | None,
+        coupling: Coupling | None,
     ) -> Proposal:
         """Each draft is the next row's input: anchors [B] -> tokens [B, K].
 
         Rows leave their keys and values behind the context, uncommitted, where the rows after them see them.
         """
         chosen, sure = [], []
-        for _ in range(self.max_drafts):
+        for k in range(self.max_drafts):
             at = torch.tensor(lengths, device=tokens.device)[:, None]
             x = self.model.enter(self.target.embed(tokens)[:, None, None], before)
             x, made = self.model.rows(x, at[..., None], self._gather(state, rows, max(lengths)), at)
             for layer, (keys, values) in enumerate(made):
                 state.write(layer, rows, lengths, keys[:, 0].transpose(1, 2), values[:, 0].transpose(1, 2))
             logits = self._head(self.model.norm(x)[:, 0, 0])
-            tokens = logits.argmax(dim=-1)
+            tokens = draw(logits, k, coupling, self.draft_ids)
             sure.append(probability(logits, tokens))
             tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
             chosen.append(tokens)
@@ -262,13 +267,17 @@ class BlockDrafter:
     def _gather(self, state: ContextCache, rows: Sequence[int], length: int) -> list[KeysValues]:
         return [state.gather(layer, rows, length) for layer in range(self.config.num_layers)]
 
-    def _follow(self, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose from left to right, each knowing the one before: logits [B, K, V'] -> head rows, confidence [B, K]."""
-        assert self.model.markov_head is not None, "the caller looks"
+    def _follow(self, logits: Tensor, anchors: Tensor, coupling: Coupling | None) -> tuple[Tensor, Tensor]:
+        """Choose from left to right: logits [B, K, V'] -> head rows and confidence [B, K].
+
+        With a Markov head each choice knows the one before.
+        """
         previous, chosen, sure = self._head_row[anchors], [], []
         for k in range(logits.shape[1]):
-            scores = logits[:, k] + self.model.markov_head(previous)
-            previous = scores.argmax(dim=-1)
+            scores = logits[:, k]
+            if self.model.markov_head is not None:
+                scores = scores + self.model.markov_head(previous)
+            previous = draw(scores, k, coupling, self.draft_ids)
             chosen.append(previous)
             sure.append(probability(scores, previous))
         return torch.stack(chosen, dim=1), torch.stack(sure, dim=1)

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.block import ContextCache
-from blockdraft.drafters.head import probability, reduced_head
+from blockdraft.drafters.head import draw, probability, reduced_head
 from blockdraft.drafters.layers import KeysValues, Tables
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
 from blockdraft.ops.layers import RMSNorm
+from blockdraft.ops.sampling import Coupling
 
 
 class ChainLayer(Protocol):
@@ -207,7 +208,9 @@ class ChainDrafter:
         return cast("Tensor", context.before(torch.tensor(counts, device=tokens.device)[:, None]))[:, 0]
 
     @torch.no_grad()
-    def propose(self, state: ContextCache, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(
+        self, state: ContextCache, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None
+    ) -> Proposal:
         """A chain per row: anchors [B] -> tokens [B, K], K = `max_drafts`."""
         assert state.features is not None, "a new state has them"
         starts = torch.tensor([state.lengths[row] for row in rows], device=anchors.device)[:, None]
@@ -218,7 +221,7 @@ class ChainDrafter:
             embedding = self.target.embed(tokens)[:, None]
             features, own = self.model.step(embedding, features, starts + k, seen, lengths, own)
             logits = self._head(self.model.norm(features)[:, 0])
-            tokens = logits.argmax(dim=-1)
+            tokens = draw(logits, k, coupling, self.draft_ids)
             sure.append(probability(logits, tokens))
             tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
             chosen.append(tokens)

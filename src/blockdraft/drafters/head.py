@@ -9,12 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.ops.layers import PackedLinear
+from blockdraft.ops.sampling import Coupling
 
 
 def probability(logits: Tensor, chosen: Tensor) -> Tensor:
     """What a draft head gives the tokens that were chosen: logits [..., V'], chosen [...] -> [...] in fp32."""
     scores = logits.float()
     return (scores.gather(-1, chosen[..., None])[..., 0] - scores.logsumexp(dim=-1)).exp()
+
+
+def draw(logits: Tensor, ahead: int, coupling: Coupling | None, ids: Tensor | None) -> Tensor:
+    """Head rows [B] that are drafted from logits [B, V'] `ahead` of the first draft: likeliest, or by a coupling.
+
+    ids [V'] are the tokens of a reduced head's rows.
+    """
+    return logits.argmax(dim=-1) if coupling is None else coupling.choose(logits, ahead, ids)
 
 
 def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Proposal, TargetFacts
-from blockdraft.drafters.head import probability
+from blockdraft.drafters.head import draw, probability
+from blockdraft.ops.sampling import Coupling
 
 
 class Scores(Protocol):
@@ -107,7 +108,9 @@ class IndependentDrafter:
             state.committed[row], state.ahead[row], state.unread[row] = kept, [], unread
 
     @torch.no_grad()
-    def propose(self, state: Memory, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(
+        self, state: Memory, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None
+    ) -> Proposal:
         """anchors [B] -> tokens [B, K]; K is less than `max_drafts` where a slot is nearly full."""
         starts = [state.committed[row] for row in rows]
         state.cache.truncate(rows, starts)  # what an interrupted round left
@@ -126,11 +129,11 @@ class IndependentDrafter:
         feed[each, last] = anchors
         logits = self.model.forward(feed, state.cache, rows).logits[each, last]
         state.cache.truncate(rows, [start + len(ids) + 1 for start, ids in zip(starts, unread, strict=True)])
-        drafts = [logits.argmax(dim=-1)]
+        drafts = [draw(logits, 0, coupling, None)]
         sure = [probability(logits, drafts[0])]
         while len(drafts) < steps:
             logits = self.model.forward(drafts[-1][:, None], state.cache, rows).logits[:, -1]
-            drafts.append(logits.argmax(dim=-1))
+            drafts.append(draw(logits, len(drafts), coupling, None))
             sure.append(probability(logits, drafts[-1]))
         tokens = torch.stack(drafts, dim=1)
         read = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1).tolist()  # nobody has read the last draft

@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdraft.config import NgramConfig
 from blockdraft.drafters.base import Drafter, Proposal
 from blockdraft.drafters.ngram import NgramDrafter, Text
+from blockdraft.ops.sampling import Coupling
 
 OTHER, TEXT = 0, 1  # where a row's drafts are from: their confidences say different things
 
@@ -55,22 +56,23 @@ class LookupDrafter:
         self.other.observe(state.other, rows, tokens, taps, counts)  # first: it takes long, and may be interrupted
         self.lookup.observe(state.texts, rows, tokens, None, counts)
 
-    def propose(self, state: Both, rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(self, state: Both, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
         """anchors [B] -> tokens [B, K]: a row's text where it has a match, else what `other` drafts for it."""
         found = self.lookup.propose(state.texts, rows, anchors)
         assert found.counts is not None, "a lookup says where it found nothing"
         silent = [b for b, count in enumerate(found.counts) if count == 0]
         if not silent:
             return replace(found, sources=[TEXT] * len(rows))
-        drafted = self.other.propose(state.other, [rows[b] for b in silent], anchors[silent])
+        part = None if coupling is None else coupling.part(silent)
+        drafted = self.other.propose(state.other, [rows[b] for b in silent], anchors[silent], part)
         if len(silent) == len(rows):
             return drafted
         width = max(found.tokens.shape[1], drafted.tokens.shape[1])
         tokens = torch.zeros(len(rows), width, dtype=anchors.dtype, device=anchors.device)
         sure = torch.full((len(rows), width), torch.nan)
-        for which, part in ((slice(None), found), (silent, drafted)):
-            tokens[which, : part.tokens.shape[1]] = part.tokens
-            sure[which, : part.tokens.shape[1]] = torch.nan if part.confidence is None else part.confidence.cpu()
+        for which, said in ((slice(None), found), (silent, drafted)):
+            tokens[which, : said.tokens.shape[1]] = said.tokens
+            sure[which, : said.tokens.shape[1]] = torch.nan if said.confidence is None else said.confidence.cpu()
         counts = list(found.counts)
         others = drafted.counts if drafted.counts is not None else [drafted.tokens.shape[1]] * len(silent)
         for b, count in zip(silent, others, strict=True):

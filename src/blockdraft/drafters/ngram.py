@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdraft.config import NgramConfig
 from blockdraft.drafters.base import Proposal
+from blockdraft.ops.sampling import Coupling
 
 
 class Text:
@@ -77,7 +78,13 @@ class NgramDrafter:
         for row, ids, count in zip(rows, tokens.tolist(), counts, strict=True):
             state[row].extend(ids[:count])
 
-    def propose(self, state: list[Text], rows: Sequence[int], anchors: Tensor) -> Proposal:
+    def propose(
+        self,
+        state: list[Text],
+        rows: Sequence[int],
+        anchors: Tensor,
+        coupling: Coupling | None = None,  # noqa: ARG002  # what was said is no matter of chance
+    ) -> Proposal:
         """anchors [B] -> tokens [B, K]; K = 0 if no row has seen its ending before.
 
         The longer the ending that was found, the surer: every further token that agrees halves the doubt.

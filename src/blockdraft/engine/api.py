@@ -47,7 +47,9 @@ class LLM:
     `block_size` has the drafter draft smaller blocks than it was trained with.
     `verify_width` is how many drafts a round verifies: "auto" as many as pay on this machine, down to none, which
     takes a moment to measure at the first use; a number at most so many; None all.
-    The answers are the same with every drafter, `slots` (requests at once), `verify_width` and `block_size`: exactly
+    `coupled` lends the drafter the noise of the target's choices, so that at temperatures above 0 it drafts what the
+    target would draw, and not what is likeliest: more of it is right.
+    The answers are the same with every drafter, `slots` (requests at once) and whatever is said of drafting: exactly
     in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
     otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
@@ -65,11 +67,13 @@ class LLM:
         slots: int = 8,
         capacity: int = 2048,
         verify_width: int | Literal["auto"] | None = "auto",
+        coupled: bool = True,
         block_size: int | None = None,
     ) -> None:
         if block_size is not None and not isinstance(drafter, (str, Path, LookupChoice)):
             raise ValueError("block_size is for a drafter that is loaded here: give a folder, or 'auto'")
-        config = EngineConfig.parse({"slots": slots, "capacity": capacity, "verify_width": verify_width}, "LLM")
+        values = {"slots": slots, "capacity": capacity, "verify_width": verify_width, "coupled": coupled}
+        config = EngineConfig.parse(values, "LLM")
         if isinstance(target, (str, Path)):
             spec = str(target)
             # The drafter is looked up first: a missing one should not cost the time of loading a target.

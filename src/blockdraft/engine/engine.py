@@ -42,7 +42,8 @@ class Engine:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.capacity = min(config.capacity, target.info.max_context)
         state = drafter.new_state(config.slots, self.capacity) if drafter is not None else None
-        self.pair = Pair(target, target.new_cache(config.slots, self.capacity), drafter, state)
+        cache = target.new_cache(config.slots, self.capacity)
+        self.pair = Pair(target, cache, drafter, state, coupled=config.coupled)
         self.policy = self._policy(config) if policy is None or drafter is None else policy
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -18,19 +18,23 @@ from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.policy import Policy, Row, verify_widths
 from blockdraft.engine.request import Request
 from blockdraft.ops.acceptance import accept
-from blockdraft.ops.sampling import choose
+from blockdraft.ops.sampling import Coupling, choose
 from blockdraft.targets.base import Target
 
 
 @dataclass
 class Pair:
-    """A target with its cache and, unless decoding is plain, a drafter with its state and what it has yet to see."""
+    """A target with its cache and, unless decoding is plain, a drafter with its state and what it has yet to see.
+
+    `coupled`: the drafter is lent the noise of the target's choices.
+    """
 
     target: Target
     cache: KVCache
     drafter: Drafter | None
     state: Any
     backlog: Backlog = field(default_factory=Backlog)
+    coupled: bool = False
 
     def begin(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
         """Show the drafter another request's prompt [1, S] and its taps [1, S, T, D]."""
@@ -100,7 +104,10 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     wanted = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
     drafts, widths, asked = anchors.new_empty(len(rows), 0), [0] * len(rows), wanted and max(limits) > 0
     if asked:
-        drafts, widths = propose(pair, policy, rows, anchors, limits)
+        coupling = None
+        if pair.coupled and any(sampled):
+            coupling = Coupling([request.choice for request in requests], [start + 1 for start in starts])
+        drafts, widths = propose(pair, policy, rows, anchors, limits, coupling)
 
     block = torch.cat([anchors[:, None], drafts], dim=1)
     out = pair.target.forward(block, pair.cache, rows)
@@ -121,11 +128,16 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
 
 
 def propose(
-    pair: Pair, policy: Policy, rows: Sequence[int], anchors: Tensor, limits: Sequence[int]
+    pair: Pair,
+    policy: Policy,
+    rows: Sequence[int],
+    anchors: Tensor,
+    limits: Sequence[int],
+    coupling: Coupling | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Drafts [B, K] after anchors [B], and how many of each row's to verify: at most limits[b], the most of them K."""
     assert pair.drafter is not None, "without a drafter, no policy asks it"
     pair.catch_up(rows)
-    proposal = pair.drafter.propose(pair.state, rows, anchors)
+    proposal = pair.drafter.propose(pair.state, rows, anchors, coupling)
     widths = policy.widths(proposal, limits)
     return proposal.tokens[:, : max(widths)], widths

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -68,6 +69,33 @@ class ChoiceState:
         if self.has_penalties:
             ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
             self.counts.index_add_(0, ids, torch.ones(len(tokens), device=self.device))
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The noise by which the target will choose, lent to a drafter, so that it draws what the target would.
+
+    A draft is then the choice that the target would make if it thought as the drafter does.  At high temperatures
+    such drafts are right more often than likely ones; what the target chooses does not depend on it.  positions[b] is
+    where row b's first draft stands.
+    """
+
+    states: Sequence[ChoiceState]
+    positions: Sequence[int]
+
+    def part(self, rows: Sequence[int]) -> Coupling:
+        """The same of some of the rows."""
+        return Coupling([self.states[b] for b in rows], [self.positions[b] for b in rows])
+
+    def choose(self, scores: Tensor, ahead: int, ids: Tensor | None = None) -> Tensor:
+        """Columns [B] of scores [B, V'] for the draft that is `ahead` of the first; ids [V']: whose they are."""
+        chosen = []
+        for row, state, position in zip(scores, self.states, self.positions, strict=True):
+            if state.params.temperature > 0.0:
+                noise = gumbel(state.seed, position + ahead, state.vocab_size, scores.device)
+                row = truncate(row.float(), state.params).add_(noise if ids is None else noise[ids])
+            chosen.append(row.argmax())
+        return torch.stack(chosen)
 
 
 def choose(
@@ -158,8 +186,9 @@ def _keep_largest(scores: Tensor, leading: Tensor, count: int) -> None:
     scores.masked_fill_(dropped, -math.inf)
 
 
+@lru_cache(maxsize=64)  # a drafter that is lent it and the target ask for the same
 def gumbel(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Gumbel noise [V] in fp32 for the token at one absolute position."""
+    """Gumbel noise [V] in fp32 for the token at one absolute position; not to be written to."""
     key = _key(seed, position)
     bits = _hashed_ids(vocab_size, device) ^ _signed(key >> 32)
     _mix_(_mix_(bits).bitwise_xor_(_signed(key & 0xFFFFFFFF)))
