@@ -48,6 +48,7 @@ parity: $(STAMP) $(PEERS)/.ready
 	rm -rf $(PEERS)/out
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out
 	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_dflash.py $(PEERS)/out/tiny
+	$(PEERS)/reference/bin/python tests/parity/with_speculators.py $(PEERS)/out/tiny
 	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/tiny
 	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/default
 
@@ -56,7 +57,8 @@ $(PEERS)/.ready:
 	@rm -rf $(PEERS) && mkdir $(PEERS)
 	@$(PYTHON) -m venv $(PEERS)/reference && $(PYTHON) -m venv $(PEERS)/llamacpp
 	@$(PEERS)/reference/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
-	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0
+	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+	@$(PEERS)/reference/bin/python -m pip install --quiet loguru openai pydantic-settings datasets
 	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
 	@touch $@
 

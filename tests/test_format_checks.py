@@ -224,6 +224,8 @@ def test_a_short_drafter_of_a_long_target_is_let_in(card: TargetCard, tmp_path: 
 NOT_RUN: list[tuple[str, str, str | None, str]] = [
     ("sglang", "dspark", None, "sglang would not run this drafter as it is: anchor_drafts is true"),
     ("sglang", "reduced", None, "no place for a reduced draft head"),
+    ("sglang", "scaled", None, "does not scale a DFlash drafter's embeddings (input_embedding_scale 5.5)"),
+    ("vllm", "scaled", "dflash", "does not scale a DFlash drafter's embeddings (input_embedding_scale 5.5)"),
     ("sglang", "causal", None, "its full layers see the whole block"),
     ("sglang", "plain", "speculators", "sglang does not load layout 'speculators': blockdraft export"),
     ("sglang", "dflare", None, "no released engine loads DFlare"),
@@ -270,6 +272,10 @@ def test_a_target_whose_head_is_its_embedding(tmp_path: Path) -> None:
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     tied = read_card(str(tmp_path))
     assert tied.tied and torch.equal(tied.head_rows(), tied.embedding()) and tied.embedding().shape == (96, 32)
+    unsaid = replace(tied, tied=None)
+    assert torch.equal(unsaid.head_rows(), tied.embedding())
+    with pytest.raises(ConfigError, match="no head under a name known here"):
+        replace(tied, tied=False).head_rows()
     held = load_file(tmp_path / "model.safetensors")
     save_file({f"strange.{name}": value for name, value in held.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="no embedding under a name known here"):

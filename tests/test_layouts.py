@@ -260,6 +260,19 @@ def test_copies_that_are_none_any_more_are_refused(
         read_parts(tmp_path / "theirs", card)
 
 
+def test_copies_of_the_target_beside_a_published_drafter_are_compared_too(card: TargetCard, tmp_path: Path) -> None:
+    held = tensors(save(tmp_path / "d", "reduced"))
+    target = load_target(card.spec, pack=False)
+    held |= {"embed_tokens.weight": target.embed(torch.arange(VOCAB)), "lm_head.weight": target.head_rows(IDS)}
+    save_file({name: value.clone() for name, value in held.items()}, tmp_path / "d" / "model.safetensors")
+    assert read_parts(tmp_path / "d", card)[1].tensors.keys() == drafter("reduced")[0].state_dict().keys()
+    with pytest.raises(ConfigError, match="does not belong here"):
+        read_parts(tmp_path / "d")
+    save_file({**held, "lm_head.weight": held["lm_head.weight"] + 1}, tmp_path / "d" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'lm_head.weight' is not the target's own"):
+        read_parts(tmp_path / "d", card)
+
+
 @pytest.mark.parametrize("layout", ["speculators", "angelspec", "gguf"])
 def test_a_layout_that_holds_parts_of_the_target_asks_for_it(layout: str, tmp_path: Path) -> None:
     save(tmp_path / "ours", "plain")

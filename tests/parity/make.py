@@ -46,7 +46,8 @@ CASES = {
     "dflash": (
         "plain", "windowed", "sliding", "mixed", "causal", "bias", "linear", "yarn", "yarn-whole", "llama3", "scaled",
     ),
-    "transformers": ("plain", "linear", "yarn", "yarn-whole", "llama3"),
+    "transformers": ("plain", "windowed", "linear", "yarn", "yarn-whole", "llama3"),
+    "speculators": ("plain", "mixed", "bias", "yarn", "anchor", "reduced", "markov", "dspark"),
     "gguf": ("plain", "sliding", "windowed", "causal", "linear", "yarn", "reduced", "markov", "dspark"),
 }  # fmt: skip
 

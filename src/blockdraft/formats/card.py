@@ -31,7 +31,7 @@ class TargetCard:
     vocab_size: int
     max_context: int | None
     architectures: tuple[str, ...]
-    tied: bool
+    tied: bool | None  # None: not said, so it is where there is no head
     gguf: Path | None  # the target's own GGUF file, if what names the target is one or brings one
 
     @property
@@ -43,21 +43,27 @@ class TargetCard:
 
     def embedding(self) -> Tensor:
         """The input embedding table [V, D]."""
-        return self._tensor(EMBEDDINGS, "embedding")[: self.vocab_size]
+        table = self._tensor(EMBEDDINGS)
+        if table is None:
+            raise ConfigError(f"target '{self.spec}': no embedding under a name known here ({', '.join(EMBEDDINGS)})")
+        return table[: self.vocab_size]
 
     def head_rows(self, ids: Tensor | None = None) -> Tensor:
         """The output projection's rows [V', D]; all of them for None."""
-        rows = self.embedding() if self.tied else self._tensor(HEADS, "output projection")
+        rows = None if self.tied else self._tensor(HEADS)
+        if rows is None and self.tied is False:
+            raise ConfigError(f"target '{self.spec}': no head under a name known here ({', '.join(HEADS)})")
+        rows = self.embedding() if rows is None else rows
         return rows[: self.vocab_size] if ids is None else rows[ids]
 
-    def _tensor(self, names: tuple[str, ...], what: str) -> Tensor:
+    def _tensor(self, names: tuple[str, ...]) -> Tensor | None:
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in sorted(names, key=len):
                     if name in file.keys():  # noqa: SIM118  # not a dict
                         tensor: Tensor = file.get_tensor(name)
                         return tensor
-        raise ConfigError(f"target '{self.spec}': no {what} under a name known here ({', '.join(names)})")
+        return None
 
 
 def read_card(spec: str) -> TargetCard:
@@ -87,6 +93,6 @@ def read_card(spec: str) -> TargetCard:
         vocab_size=need("vocab_size"),
         max_context=values.get("max_position_embeddings"),
         architectures=tuple(whole.get("architectures") or ()),
-        tied=bool(tied),
+        tied=tied,
         gguf=gguf_file(spec),
     )

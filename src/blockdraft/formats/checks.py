@@ -68,9 +68,9 @@ def _names(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> 
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     told = [f"'{missing[0]}' is missing ({len(missing)} in all)"] if missing else []
     if unknown:
-        kind = next((kind for part, kind in FOREIGN.items() if any(part in name for name in unknown)), None)
+        known = ((name, kind) for part, kind in FOREIGN.items() for name in unknown if part in name)
+        first, kind = next(known, (unknown[0], None))
         why = f", which is {kind} and not supported" if kind else ""
-        first = next((name for name in unknown if kind and any(part in name for part in FOREIGN)), unknown[0])
         told.append(f"'{first}' does not belong here{why} ({len(unknown)} in all)")
     return Check("tensor names", not told, "; ".join(told) or f"{len(expected)} tensors, all expected")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from blockdraft.config import ConfigError, DrafterConfig
 from blockdraft.drafters.checkpoint import SCALES, config_from_json, default_taps
 from blockdraft.formats.body import body_json, merged_sections, plain_body, refuse_foreign
+from blockdraft.formats.borrowed import ids_from, same_as_target, usable_ids
 from blockdraft.formats.card import TargetCard
 from blockdraft.formats.files import peek_settings, read_settings, read_tensors
 from blockdraft.formats.limits import family_limits, head_limits, tap_limits
@@ -21,6 +22,7 @@ from blockdraft.formats.parts import Parts
 
 NAME = "dflash"
 ARCHITECTURE = "DFlashDraftModel"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 ELSEWHERE = "export --to speculators (vLLM) or gguf (llama.cpp), which can say it"
 
 
@@ -67,7 +69,18 @@ def write(parts: Parts, card: TargetCard | None) -> tuple[dict[str, Any], dict[s
 def read(path: Path, card: TargetCard | None) -> Parts:
     """What a folder holds.  ConfigError: its settings cannot be used."""
     where = str(path / "config.json")
-    return Parts(read_config(read_settings(path), where, card), *_weights(read_tensors(path)))
+    config, tensors = read_config(read_settings(path), where, card), read_tensors(path)
+    if all(name.startswith("model.") for name in tensors):  # a prefix that some trainers leave
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    offsets = tensors.pop("d2t", None)  # our own folders have it in this layout
+    ids = None if offsets is None else ids_from(offsets)
+    if card is not None:  # vLLM takes copies of the target's tables beside the rest; without it, they do not belong
+        if EMBEDDING in tensors:
+            same_as_target(tensors.pop(EMBEDDING), card.embedding(), EMBEDDING, path)
+        if HEAD in tensors:
+            kept = None if ids is None else usable_ids(ids, card.vocab_size, path)
+            same_as_target(tensors.pop(HEAD), card.head_rows(kept), HEAD, path)
+    return Parts(config, tensors, ids)
 
 
 def read_config(values: dict[str, Any], where: str, card: TargetCard | None) -> DrafterConfig:
@@ -95,13 +108,3 @@ def read_config(values: dict[str, Any], where: str, card: TargetCard | None) -> 
     if (merged.get("final_logit_softcapping") or 0.0) <= 0.0:  # the authors' way to say that there is none
         plain.pop("final_logit_softcapping", None)
     return config_from_json(plain, where)
-
-
-def _weights(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Weights, and draft ids from their offsets (our own folders have them in this layout)."""
-    import torch
-
-    offsets = tensors.pop("d2t", None)
-    if all(name.startswith("model.") for name in tensors):  # a prefix that some trainers leave
-        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    return tensors, None if offsets is None else offsets + torch.arange(len(offsets))

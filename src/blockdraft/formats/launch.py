@@ -35,7 +35,7 @@ def launch(engine: str, path: Path, card: TargetCard) -> Launch:
 def _sglang(layout: Layout, config: DrafterConfig, path: Path, card: TargetCard) -> Launch:
     _loads("sglang", layout, ("dflash",), path)
     # It ignores tensors that it does not know, so that what it cannot do would go by unnoticed.
-    reasons = layout.limits(config)
+    reasons = layout.limits(config) + _unscaled(config)
     if config.is_causal and not all(config.window(layer) for layer in range(config.num_layers)):
         reasons.append("its full layers see the whole block, whatever is_causal says")
     _runs("sglang", reasons)
@@ -51,7 +51,7 @@ def _sglang(layout: Layout, config: DrafterConfig, path: Path, card: TargetCard)
 def _vllm(layout: Layout, config: DrafterConfig, path: Path, card: TargetCard) -> Launch:
     _loads("vllm", layout, ("dflash", "speculators"), path)
     method, mixed = "dflash", "sliding_attention" in config.layer_types and len(set(config.layer_types)) > 1
-    reasons = layout.limits(config)
+    reasons = layout.limits(config) + _unscaled(config)
     if layout.name == "speculators":
         method = "dflash" if config.markov_rank is None else "dspark"
         if method == "dflash" and config.anchor_drafts:
@@ -94,6 +94,13 @@ def _loads(engine: str, layout: Layout, loaded: tuple[str, ...], path: Path) -> 
         raise ConfigError(f"{path}: no released engine loads DFlare; generate with blockdraft")
     ways = " or ".join(f"blockdraft export {path} OUT --to {name}" for name in loaded)
     raise ConfigError(f"{path}: {engine} does not load layout '{layout.name}': {ways}")
+
+
+def _unscaled(config: DrafterConfig) -> list[str]:
+    """What goes by unread where only DFlash 2 is known to need it.  The other scales leave the best token the best."""
+    if config.input_embedding_scale == 1.0:
+        return []
+    return [f"it does not scale a DFlash drafter's embeddings (input_embedding_scale {config.input_embedding_scale})"]
 
 
 def _runs(engine: str, reasons: list[str]) -> None:

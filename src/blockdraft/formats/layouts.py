@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ def _filling(
     return save
 
 
+def _folder(layout: ModuleType, needs_target: bool = False) -> Layout:
+    """The layout that a module of this room holds, if it is a folder."""
+    save = _filling(layout.write)
+    return Layout(layout.NAME, layout.matches, layout.read, layout.limits, save, needs_target)
+
+
 def _is_own(path: Path) -> bool:
     return path.is_dir() and OWN_ARCHITECTURE in (peek_settings(path).get("architectures") or ())
 
@@ -70,13 +77,11 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("gguf", llamacpp.matches, llamacpp.read, llamacpp.limits, llamacpp.save, True, one_file=True),
-        Layout(
-            "speculators", speculators.matches, speculators.read, speculators.limits, _filling(speculators.write), True
-        ),
-        Layout("angelspec", angelspec.matches, angelspec.read, angelspec.limits, _filling(angelspec.write), True),
-        Layout("transformers", assistant.matches, assistant.read, assistant.limits, _filling(assistant.write)),
-        Layout("dflare", dflare.matches, dflare.read, dflare.limits, _filling(dflare.write)),
-        Layout("dflash", dflash.matches, dflash.read, dflash.limits, _filling(dflash.write)),
+        _folder(speculators, needs_target=True),
+        _folder(angelspec, needs_target=True),
+        _folder(assistant),
+        _folder(dflare),
+        _folder(dflash),
         Layout(OWN, _is_own, dflash.read, _nobody, None),
     )
 }

@@ -74,9 +74,8 @@ def limits(config: DrafterConfig) -> list[str]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
         reasons.append(f"rotary scaling '{kind}' has no keys there (linear, yarn)")
-    for key in ("attention_factor", "truncate"):
-        if scaling.get(key) not in (None, True):
-            reasons.append(f"rotary setting '{key}' has no key there")
+    if scaling.get("attention_factor") is not None or scaling.get("truncate") is False:
+        reasons.append("YaRN has no keys there for attention_factor, nor for truncate: false")
     return reasons
 
 

@@ -46,9 +46,7 @@ def matches(path: Path) -> bool:
 def limits(config: DrafterConfig) -> list[str]:
     """Why the layout cannot carry a drafter."""
     reasons = family_limits(config) + tap_limits(config) + scale_limits(config)
-    sliding = [config.window(layer) is not None for layer in range(config.num_layers)]
-    causal = [config.causal(layer) for layer in range(config.num_layers)]
-    if any(one for one, windowed in zip(causal, sliding, strict=True) if not windowed):
+    if any(config.causal(layer) and config.window(layer) is None for layer in range(config.num_layers)):
         reasons.append("full layers are always bidirectional in the block there; is_causal is true")
     return reasons
 
