@@ -43,7 +43,8 @@ test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # Exported drafters in the engines of others: the authors' package, transformers, llama.cpp.  Tokens, rounds and hidden
-# states must be ours; each engine has an environment of its own (about 2 GB, once).
+# states must be ours.  Training steps in SGLang's trainer: losses and gradients must be ours.  Each of them has an
+# environment of its own (about 3 GB, once; SpecForge needs Python 3.11 or newer).
 parity: $(STAMP) $(PEERS)/.ready
 	rm -rf $(PEERS)/out
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out
@@ -51,6 +52,8 @@ parity: $(STAMP) $(PEERS)/.ready
 	$(PEERS)/reference/bin/python tests/parity/with_speculators.py $(PEERS)/out/tiny
 	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/tiny
 	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/default
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make_step.py $(PEERS)/out/step
+	OMP_NUM_THREADS=1 $(PEERS)/specforge/bin/python tests/parity/with_specforge.py $(PEERS)/out/step
 
 $(PEERS)/.ready:
 	@echo "parity: installing the other engines into $(PEERS)"
@@ -60,6 +63,9 @@ $(PEERS)/.ready:
 	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	@$(PEERS)/reference/bin/python -m pip install --quiet loguru openai pydantic-settings datasets
 	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
+	@$(PYTHON) -m venv $(PEERS)/specforge
+	@$(PEERS)/specforge/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 safetensors
+	@$(PEERS)/specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
 	@touch $@
 
 lint: $(STAMP)
