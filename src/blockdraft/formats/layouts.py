@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,22 +16,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.config import ConfigError, DrafterConfig
-from blockdraft.drafters.checkpoint import OWN_ARCHITECTURE, replaced_whole, save_drafter
-from blockdraft.formats import angelspec, assistant, dflare, dflash, llamacpp, speculators
+from blockdraft.drafters.checkpoint import replaced_whole, save_drafter
+from blockdraft.formats import (
+    angelspec,
+    assistant,
+    dflare,
+    dflash,
+    eagle3,
+    eagle3_speculators,
+    llamacpp,
+    own,
+    speculators,
+)
 from blockdraft.formats.card import TargetCard
 from blockdraft.formats.checks import Check, check_parts, require
 from blockdraft.formats.files import peek_settings
-from blockdraft.formats.limits import refuse, tap_limits
-from blockdraft.formats.parts import DTYPES, Parts, cast, model_of
+from blockdraft.formats.limits import other_family, refuse, tap_limits
+from blockdraft.formats.parts import DTYPES, Parts, cast, model_of, with_chain
 
-OWN = "blockdraft"
+OWN = own.NAME
 
 
 @dataclass(frozen=True)
 class Layout:
     """One layout: whether a path is in it, what is in a path, why a drafter does not fit, and how it is written.
 
-    `save` fills an empty folder, or (`one_file`) writes a file; None: nobody but us reads it.
+    `save` fills an empty folder, or (`one_file`) writes a file; None: nobody but us reads it.  `family` is the only one
+    that the layout is for (our own, which is not written, has what is left over of any).
     """
 
     name: str
@@ -40,6 +52,11 @@ class Layout:
     save: Callable[[Parts, TargetCard | None, Path], None] | None
     needs_target: bool = False
     one_file: bool = False
+    family: str = "block"
+
+    def refusals(self, config: DrafterConfig) -> list[str]:
+        """Why it cannot carry a drafter: another family's, or what `limits` says."""
+        return other_family(config, self.family) or self.limits(config)
 
 
 def _filling(
@@ -57,19 +74,18 @@ def _filling(
     return save
 
 
-def _is_own(path: Path) -> bool:
-    return path.is_dir() and OWN_ARCHITECTURE in (peek_settings(path).get("architectures") or ())
+def _eagle(name: str, module: ModuleType, needs_target: bool) -> Layout:
+    save = _filling(module.write)
+    return Layout(name, module.matches, module.read, module.limits, save, needs_target, family="eagle3")
 
 
-def _nobody(config: DrafterConfig) -> list[str]:  # noqa: ARG001
-    return ["it is our own for drafters that no other project has"]
-
-
-# Looked at in this order.  EAGLE-3's two layouts (SGLang's, and that of speculators) belong in this table too.
+# Looked at in this order.
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("gguf", llamacpp.matches, llamacpp.read, llamacpp.limits, llamacpp.save, True, one_file=True),
+        _eagle("eagle3", eagle3, False),
+        _eagle("eagle3-speculators", eagle3_speculators, True),  # before the layout that holds all of speculators'
         Layout(
             "speculators", speculators.matches, speculators.read, speculators.limits, _filling(speculators.write), True
         ),
@@ -77,7 +93,7 @@ LAYOUTS = {
         Layout("transformers", assistant.matches, assistant.read, assistant.limits, _filling(assistant.write)),
         Layout("dflare", dflare.matches, dflare.read, dflare.limits, _filling(dflare.write)),
         Layout("dflash", dflash.matches, dflash.read, dflash.limits, _filling(dflash.write)),
-        Layout(OWN, _is_own, dflash.read, _nobody, None),
+        Layout(OWN, own.matches, own.read, own.limits, None),
     )
 }
 WRITABLE = tuple(sorted(name for name, layout in LAYOUTS.items() if layout.save))
@@ -134,7 +150,7 @@ def export(path: Path, out: Path, name: str, card: TargetCard | None, dtype: str
     if layout.needs_target and card is None:
         raise ConfigError(f"layout '{name}' holds parts of the target: name it with --target")
     _, parts = read_parts(path, card)
-    refuse(name, layout.limits(parts.config))
+    refuse(name, layout.refusals(parts.config))
     parts = Parts(parts.config, cast(parts.tensors, _dtype(dtype, parts)), parts.draft_ids)
     _vacant(out)
     if layout.one_file:
@@ -146,10 +162,20 @@ def export(path: Path, out: Path, name: str, card: TargetCard | None, dtype: str
 
 
 def import_drafter(
-    path: Path, out: Path, card: TargetCard, provenance: dict[str, Any], name: str | None = None
+    path: Path,
+    out: Path,
+    card: TargetCard,
+    provenance: dict[str, Any],
+    name: str | None = None,
+    block_size: int | None = None,
 ) -> Layout:
-    """Read a drafter of any layout and write it as ours, in its own number format.  ConfigError as for `export`."""
+    """Read a drafter of any layout and write it as ours, in its own number format.
+
+    `block_size` is for chains, which can be of any length; None: what the file says.  ConfigError as for `export`.
+    """
     layout, parts = read_parts(path, card, name)
+    if block_size is not None:
+        parts = with_chain(parts, block_size)
     if layout.name != OWN and (reasons := tap_limits(parts.config)):
         raise ConfigError(f"{path}: {reasons[0]}")
     _vacant(out)
