@@ -205,6 +205,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm_output": True}, "'norm_output' is True: that is EAGLE-3.1"),
     ({"norm_before_fc": True}, "'norm_before_fc' is True: that is EAGLE-3.1"),
     ({"pard_token": 128002}, "'pard_token' is 128002: that is P-EAGLE"),
+    ({"mask_token_id": 0}, "'mask_token_id' is 0: that is P-EAGLE"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "that is EAGLE-1"),
     ({"eagle_config": [1]}, "'eagle_config' holds list, not settings"),
     ({"target_hidden_size": 5120}, "hidden_size is 4096, target_hidden_size 5120"),

@@ -96,7 +96,7 @@ def read_config(values: dict[str, Any], where: str, card: TargetCard | None) -> 
 def refuse_variants(values: dict[str, Any], where: str) -> None:
     """ConfigError, by name, for settings of something that is like EAGLE-3 but is not."""
     for key, kind in VARIANTS.items():
-        if values.get(key) not in (None, False):
+        if values.get(key) is not None and values[key] is not False:  # 0 is a token
             raise ConfigError(f"{where}: '{key}' is {values[key]!r}: that is {kind}, which is not supported")
     width, theirs = values.get("hidden_size"), values.get("target_hidden_size")
     if None not in (width, theirs) and width != theirs:
