@@ -13,7 +13,9 @@ def command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What to write; it must not be there yet.")],
     to: Annotated[
         str,
-        typer.Option("--to", help="dflash, speculators, dflare, angelspec, transformers or gguf."),
+        typer.Option(
+            "--to", help="dflash, speculators, dflare, angelspec, transformers, gguf, eagle3 or eagle3-speculators."
+        ),
     ],
     target: Annotated[
         str | None, typer.Option(help="The target; needed where the layout holds something of it. Checked if given.")

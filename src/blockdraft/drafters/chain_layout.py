@@ -1,7 +1,9 @@
 """config.json of the drafters that go token after token.
 
-EAGLE-3's is the plain one that SGLang loads (vLLM renames its layer): Llama's fields, with the taps as ids of layers
-whose *output* is taken.  MTP modules are published inside their target's checkpoint only, so a folder of one has an
+EAGLE-3's is the plain one that SGLang loads (vLLM renames its layer): Llama's fields, with the taps twice.  SGLang
+reads `eagle_config`, ids of layers whose *output* is taken; vLLM reads the key of the same name at the top, ids of
+layers whose *input* is.  A head of all tokens has its size written out: without one SGLang puts the target's head in
+its place.  MTP modules are published inside their target's checkpoint only, so a folder of one has an
 architecture of ours, and its tensors have Qwen3-Next's names.  What engines take from the command line or from the
 target, a folder of ours says too: `block_size`, `num_target_layers`.
 """
@@ -42,10 +44,16 @@ def chain_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         own = {
             "model_type": "llama",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps, "use_aux_hidden_state": True},
+            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
             "norm_before_residual": config.norm_before_residual,
+            "draft_vocab_size": config.num_head_rows,
         }
     else:
-        own = {"model_type": "qwen3", "mtp_config": {"target_layer_ids": taps}}
+        own = {
+            "model_type": "qwen3",
+            "mtp_config": {"target_layer_ids": taps},
+            "draft_vocab_size": config.draft_vocab_size,
+        }
     return {
         "architectures": [architecture],
         **own,
@@ -54,7 +62,6 @@ def chain_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_scaling": config.rope_scaling,
         "attention_bias": config.attention_bias,
         "mlp_bias": False,
-        "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }

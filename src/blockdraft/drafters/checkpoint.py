@@ -249,7 +249,7 @@ def load_model(
         raise ConfigError(f"{folder}: not readable: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{folder}: config.json holds {type(values).__name__}, not settings")
-    config = config_from_json(values, str(folder / "config.json"))
+    config = whole_head(config_from_json(values, str(folder / "config.json")), "d2t" in tensors)
     draft_ids = _draft_ids(tensors.pop("d2t", None), config, folder)
     model, prefix = new_model(config), PREFIXES.get(config.family, "")
     expected = {prefix + name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -273,6 +273,13 @@ def load_drafter(folder: str | Path, target: Lender, block_size: int | None = No
     model, draft_ids = load_model(folder, target.info.dtype, target.info.device)
     pack_linears(model)
     return as_drafter(model, target, draft_ids, Path(folder).name, block_size)
+
+
+def whole_head(config: DrafterConfig, mapped: bool) -> DrafterConfig:
+    """The same settings, where a size that is said of a head with all tokens, and no map, reduces nothing."""
+    if mapped or config.draft_vocab_size != config.vocab_size:
+        return config
+    return config.model_copy(update={"draft_vocab_size": None})
 
 
 def said(draft_ids: Tensor, vocab_size: int) -> Tensor:

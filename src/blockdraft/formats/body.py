@@ -1,4 +1,4 @@
-"""The settings of a Qwen3-style body, which most layouts share: rotary, attention types, shape.
+"""The settings of a Qwen3- or Llama-style body, which layouts share: rotary, attention types, shape.
 
 Read, they are made plain (one spelling for each thing, nothing left unsaid) for `drafters.checkpoint`; what cannot be
 said there is refused by name.
@@ -119,6 +119,14 @@ def body_json(config: DrafterConfig) -> dict[str, Any]:
         "max_window_layers": config.num_layers,
         "tie_word_embeddings": False,
     }
+
+
+def llama_json(config: DrafterConfig) -> dict[str, Any]:
+    """The same of one of Llama's layers, which has neither windows nor norms of its heads."""
+    values = body_json(config)
+    for key in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"):
+        del values[key]
+    return {**values, "model_type": "llama", "mlp_bias": False}
 
 
 def rope_parameters(config: DrafterConfig) -> dict[str, Any]:

@@ -40,6 +40,12 @@ def usable_ids(ids: Tensor, vocab_size: int, path: Path) -> Tensor:
     return ids
 
 
+def same_tokens(mask: Tensor | None, ids: Tensor | None, path: Path) -> None:
+    """ConfigError unless `t2d` [V], where there is one, marks just the draft ids."""
+    if mask is not None and ids is not None and mask.nonzero().flatten().tolist() != sorted(ids.tolist()):
+        raise ConfigError(f"{path}: 't2d' and 'd2t' do not map the same tokens")
+
+
 def spread_rows(rows: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
     """A row for every token of the target [V, R]; zeros for those that the draft head [V', R] cannot say."""
     if ids is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import ConfigError, DrafterConfig
-from blockdraft.drafters.block import BlockModel
+from blockdraft.drafters.families import new_model
 from blockdraft.formats.card import TargetCard
 from blockdraft.formats.parts import DTYPES, Parts
 
@@ -25,8 +25,10 @@ FOREIGN = {
     "confidence_head.": "DSpark (its confidence head)",
     "attention_sink_bias": "attention sinks",
     "mask_hidden": "P-EAGLE",
+    "fc_norm": "EAGLE-3.1 (fc_norm)",
+    "input_norm.": "EAGLE-3.1 (norm_before_fc)",
     "mask_embedding": "a mask embedding of its own",
-    "midlayer.": "EAGLE-3",
+    "midlayer.": "EAGLE-3 with the settings of a block drafter",
     "hidden_correction.": "DFly",
     "_scale": "quantised weights",
 }
@@ -45,11 +47,13 @@ def check_parts(parts: Parts, card: TargetCard | None = None) -> Iterator[Check]
     """All checks of a drafter, in order; those against a target only if there is one."""
     config, tensors = parts.config, parts.tensors
     with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in BlockModel(config).state_dict().items()}
-    yield _names(tensors, expected)
+        expected = {name: tuple(value.shape) for name, value in new_model(config).state_dict().items()}
+    # An EAGLE-3 drafter's own layer is nothing foreign, whatever else is wrong with its names.
+    foreign = {part: kind for part, kind in FOREIGN.items() if not any(part in name for name in expected)}
+    yield _names(tensors, expected, foreign)
     yield _shapes(tensors, expected)
     yield _numbers(tensors)
-    if "fc.weight" in expected:
+    if "fc.weight" in expected and config.family != "mtp":  # whose `fc` takes an embedding and one tap
         yield _fusion(tensors, config)
     yield _draft_ids(parts.draft_ids, config)
     if card is not None:
@@ -64,11 +68,11 @@ def require(parts: Parts, where: str, card: TargetCard | None = None) -> Parts:
     return parts
 
 
-def _names(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> Check:
+def _names(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], foreign: dict[str, str]) -> Check:
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     told = [f"'{missing[0]}' is missing ({len(missing)} in all)"] if missing else []
     if unknown:
-        known = ((name, kind) for part, kind in FOREIGN.items() for name in unknown if part in name)
+        known = ((name, kind) for part, kind in foreign.items() for name in unknown if part in name)
         first, kind = next(known, (unknown[0], None))
         why = f", which is {kind} and not supported" if kind else ""
         told.append(f"'{first}' does not belong here{why} ({len(unknown)} in all)")

@@ -16,22 +16,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.config import ConfigError, DrafterConfig
-from blockdraft.drafters.checkpoint import OWN_ARCHITECTURE, replaced_whole, save_drafter
-from blockdraft.formats import angelspec, assistant, dflare, dflash, llamacpp, speculators
+from blockdraft.drafters.checkpoint import replaced_whole, save_drafter
+from blockdraft.formats import (
+    angelspec,
+    assistant,
+    dflare,
+    dflash,
+    eagle3,
+    eagle3_speculators,
+    llamacpp,
+    own,
+    speculators,
+)
 from blockdraft.formats.card import TargetCard
 from blockdraft.formats.checks import Check, check_parts, require
 from blockdraft.formats.files import peek_settings
-from blockdraft.formats.limits import refuse, tap_limits
-from blockdraft.formats.parts import DTYPES, Parts, cast, model_of
+from blockdraft.formats.limits import other_family, refuse, tap_limits
+from blockdraft.formats.parts import DTYPES, Parts, cast, model_of, with_chain
 
-OWN = "blockdraft"
+OWN = own.NAME
 
 
 @dataclass(frozen=True)
 class Layout:
     """One layout: whether a path is in it, what is in a path, why a drafter does not fit, and how it is written.
 
-    `save` fills an empty folder, or (`one_file`) writes a file; None: nobody but us reads it.
+    `save` fills an empty folder, or (`one_file`) writes a file; None: nobody but us reads it.  `family` is the only one
+    that the layout is for (our own, which is not written, has what is left over of any).
     """
 
     name: str
@@ -41,6 +52,11 @@ class Layout:
     save: Callable[[Parts, TargetCard | None, Path], None] | None
     needs_target: bool = False
     one_file: bool = False
+    family: str = "block"
+
+    def refusals(self, config: DrafterConfig) -> list[str]:
+        """Why it cannot carry a drafter: another family's, or what `limits` says."""
+        return other_family(config, self.family) or self.limits(config)
 
 
 def _filling(
@@ -58,31 +74,26 @@ def _filling(
     return save
 
 
-def _folder(layout: ModuleType, needs_target: bool = False) -> Layout:
+def _folder(module: ModuleType, needs_target: bool = False, family: str = "block") -> Layout:
     """The layout that a module of this room holds, if it is a folder."""
-    save = _filling(layout.write)
-    return Layout(layout.NAME, layout.matches, layout.read, layout.limits, save, needs_target)
+    save = _filling(module.write)
+    return Layout(module.NAME, module.matches, module.read, module.limits, save, needs_target, family=family)
 
 
-def _is_own(path: Path) -> bool:
-    return path.is_dir() and OWN_ARCHITECTURE in (peek_settings(path).get("architectures") or ())
-
-
-def _nobody(config: DrafterConfig) -> list[str]:  # noqa: ARG001
-    return ["it is our own for drafters that no other project has"]
-
-
-# Looked at in this order.  EAGLE-3's two layouts (SGLang's, and that of speculators) belong in this table too.
+# Looked at in this order.
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("gguf", llamacpp.matches, llamacpp.read, llamacpp.limits, llamacpp.save, True, one_file=True),
+        _folder(eagle3, family="eagle3"),
+        # before the layout that holds all of speculators'
+        _folder(eagle3_speculators, needs_target=True, family="eagle3"),
         _folder(speculators, needs_target=True),
         _folder(angelspec, needs_target=True),
         _folder(assistant),
         _folder(dflare),
         _folder(dflash),
-        Layout(OWN, _is_own, dflash.read, _nobody, None),
+        Layout(OWN, own.matches, own.read, own.limits, None),
     )
 }
 WRITABLE = tuple(sorted(name for name, layout in LAYOUTS.items() if layout.save))
@@ -139,7 +150,7 @@ def export(path: Path, out: Path, name: str, card: TargetCard | None, dtype: str
     if layout.needs_target and card is None:
         raise ConfigError(f"layout '{name}' holds parts of the target: name it with --target")
     _, parts = read_parts(path, card)
-    refuse(name, layout.limits(parts.config))
+    refuse(name, layout.refusals(parts.config))
     parts = Parts(parts.config, cast(parts.tensors, _dtype(dtype, parts)), parts.draft_ids)
     _vacant(out)
     if layout.one_file:
@@ -151,10 +162,20 @@ def export(path: Path, out: Path, name: str, card: TargetCard | None, dtype: str
 
 
 def import_drafter(
-    path: Path, out: Path, card: TargetCard, provenance: dict[str, Any], name: str | None = None
+    path: Path,
+    out: Path,
+    card: TargetCard,
+    provenance: dict[str, Any],
+    name: str | None = None,
+    block_size: int | None = None,
 ) -> Layout:
-    """Read a drafter of any layout and write it as ours, in its own number format.  ConfigError as for `export`."""
+    """Read a drafter of any layout and write it as ours, in its own number format.
+
+    `block_size` is for chains, which can be of any length; None: what the file says.  ConfigError as for `export`.
+    """
     layout, parts = read_parts(path, card, name)
+    if block_size is not None:
+        parts = with_chain(parts, block_size)
     if layout.name != OWN and (reasons := tap_limits(parts.config)):
         raise ConfigError(f"{path}: {reasons[0]}")
     _vacant(out)

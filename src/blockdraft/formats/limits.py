@@ -7,6 +7,21 @@ from collections.abc import Iterable, Mapping
 from blockdraft.config import ConfigError, DraftAxes, DrafterConfig
 from blockdraft.drafters.checkpoint import AXES, SCALES
 
+FAMILIES = {"block": "a block drafter", "eagle3": "an EAGLE-3 drafter", "mtp": "an MTP module"}
+HOMES = {"block": "dflash, among others", "eagle3": "eagle3 (SGLang, vLLM) or eagle3-speculators (vLLM)"}
+MTP_ALONE = (
+    "it is an MTP module, which engines load from inside the target's own checkpoint only: generate with blockdraft"
+)
+
+
+def other_family(config: DrafterConfig, family: str) -> list[str]:
+    """Why a drafter has no place in the layouts of `family`, if it is of another one."""
+    if config.family == family:
+        return []
+    if config.family == "mtp":
+        return [MTP_ALONE]
+    return [f"it is {FAMILIES[config.family]}, not {FAMILIES[family]}: export --to {HOMES[config.family]}"]
+
 
 def family_limits(config: DrafterConfig, changed: Mapping[str, str] = {}) -> list[str]:
     """Axes on which the drafter is neither DFlash nor what `changed` makes of it."""

@@ -19,7 +19,15 @@ from torch import Tensor
 from blockdraft.config import ConfigError, DrafterConfig
 from blockdraft.drafters.checkpoint import config_from_json
 from blockdraft.formats.body import body_json, plain_body, refuse_foreign
-from blockdraft.formats.borrowed import ids_from, kept_rows, offsets_of, same_as_target, spread_rows, usable_ids
+from blockdraft.formats.borrowed import (
+    ids_from,
+    kept_rows,
+    offsets_of,
+    same_as_target,
+    same_tokens,
+    spread_rows,
+    usable_ids,
+)
 from blockdraft.formats.card import TargetCard
 from blockdraft.formats.files import peek_settings, read_settings, read_tensors
 from blockdraft.formats.limits import family_limits, scale_limits, tap_limits
@@ -112,8 +120,7 @@ def read(path: Path, card: TargetCard | None) -> Parts:
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     reduced = config.draft_vocab_size is not None
     ids = usable_ids(ids_from(offsets), config.vocab_size, path) if offsets is not None and reduced else None
-    if ids is not None and mask is not None and mask.nonzero().flatten().tolist() != sorted(ids.tolist()):
-        raise ConfigError(f"{path}: 't2d' and 'd2t' do not map the same tokens")
+    same_tokens(mask, ids, path)
     if card is not None:
         if embedding is not None:
             same_as_target(embedding, card.embedding(), EMBEDDING, path)
