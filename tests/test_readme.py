@@ -11,7 +11,10 @@ import pytest
 from models import save_tiny_drafter, save_tiny_target
 
 from blockdraft.bench import report
+from blockdraft.bench.ablation import arm_recipes, part_keys
+from blockdraft.bench.ablation_table import load_results, render
 from blockdraft.cli import main
+from blockdraft.config import load_ablation
 
 ROOT = Path(__file__).parent.parent
 NAMED = ("training", "ablations", "doctor", "performance", "targets", "formats")
@@ -142,6 +145,18 @@ def test_the_table_is_what_results_hold(tmp_path: Path) -> None:
     copy.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
     report.update_readme(copy, files)
     assert copy.read_text(encoding="utf-8") == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_ablations_are_what_results_hold() -> None:
+    """Every row of the document's tables stands in the table that was made from the arms' files."""
+    folder = ROOT / "results" / "ablations" / "ablation-smollm2"
+    text = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- results: begin -->")[2].partition("<!-- results: end -->")[0].strip().splitlines()
+    made = (folder / "table.md").read_text(encoding="utf-8").splitlines()
+    assert len(shown) > 15 and set(shown) <= set(made)
+    config = load_ablation(ROOT / "recipes" / "ablation-smollm2.yaml", ("base.data.files=[answers.jsonl]",))
+    results = load_results(folder, config, arm_recipes(config))
+    assert render(results, list(config.arms), part_keys(config)).splitlines() == made
 
 
 def python_example(replace: Callable[[str], str] = str) -> str:
