@@ -17,7 +17,9 @@ from rows import bits_depend_on_width, check_bits_of_a_row, check_taken_back, fi
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockdraft.config import EngineConfig
+from blockdraft.config import EngineConfig, NgramConfig
+from blockdraft.drafters.ngram import NgramDrafter
+from blockdraft.engine.profile import measure_costs
 from blockdraft.targets import attention, deltanet, experts
 from blockdraft.targets.attention import Step
 from blockdraft.targets.dense import DenseTarget
@@ -97,6 +99,14 @@ def test_drafted_answers_are_the_targets_own(name: str) -> None:
             accepted[drafter] += request.stats.accepted
     assert min(accepted["right"], accepted["mixed"]) > 5, "drafts must be accepted, or nothing was tried"
     assert accepted["wrong"] == 0, "a wrong draft was accepted"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_passes_cost_can_be_measured(name: str) -> None:
+    """Also where a context cannot be made up, because a row is more than its slots."""
+    drafter = NgramDrafter(NgramConfig(max_drafts=7))
+    costs = measure_costs(target(name), drafter, (1, 3), budget=0.02)
+    assert costs.verify(3, 8, 100) >= costs.verify(1, 1, 20) > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

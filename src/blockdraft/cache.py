@@ -50,6 +50,11 @@ class KVCache:
                 memory.append(torch.zeros(slots, heads, _round_up(capacity), width, dtype=dtype, device=device))
         self.lengths = [0] * slots
 
+    @property
+    def is_positional(self) -> bool:
+        """Whether a row's state is what its slots hold, so that any length may be made up for it."""
+        return True
+
     def write(self, layer: int, rows: Sequence[int], starts: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [B, G, Q, E] at positions starts[b] .. starts[b] + Q - 1; lengths do not change."""
         width = keys.shape[2]

@@ -78,6 +78,10 @@ class RecurrentCache(KVCache):
         super().__init__(*layout, shapes=shapes)
         self.trails = {layer: [Trail(state) for _ in range(self.slots)] for layer, state in empty.items()}
 
+    @property
+    def is_positional(self) -> bool:
+        return False
+
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Take each row back to `lengths[b]` committed tokens.  ValueError: further than its state is remembered."""
         for row, length in zip(rows, lengths, strict=True):
