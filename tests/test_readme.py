@@ -60,6 +60,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_tiny_drafter(tmp_path / "drafter")
     (tmp_path / "DATA").mkdir()
     (tmp_path / "DATA" / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?"}\n{"question": "2 + 3?"}\n')
+    (tmp_path / "DATA" / "mt_bench.jsonl").write_text('{"question_id": 1, "turns": ["Hi?", "Once more."]}\n')
     questions = [f'{{"prompt": "What is {n} + {n}?"}}\n' for n in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(questions))
     (tmp_path / "recipes").mkdir()
