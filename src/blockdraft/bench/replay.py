@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.config import SamplingParams
-from blockdraft.targets.base import Target, TargetOutput
+from blockdraft.targets.base import Front, Target, TargetOutput
 
 # Ahead of all other logits by more than any noise, at the highest temperature there is.
 CERTAIN = 1e4
@@ -31,7 +31,7 @@ class Told:
     answer: tuple[int, ...]
 
 
-class ReplayTarget:
+class ReplayTarget(Front):
     """A target that gives known answers, and the taps that `target` has along them, kept in memory.
 
     To whoever generates greedily with it, it is a target.  It recognises a conversation by its prompt.
@@ -39,7 +39,7 @@ class ReplayTarget:
     """
 
     def __init__(self, target: Target, tap_ids: Sequence[int], told: Sequence[Told]) -> None:
-        self.target, self.info = target, target.info
+        super().__init__(target)
         self._known_taps = tuple(tap_ids)
         self._columns: list[int] = []
         self._ids = {one.prompt: [*one.prompt, *one.answer] for one in told}
@@ -54,15 +54,6 @@ class ReplayTarget:
         if missing:
             raise ValueError(f"tap {min(missing)} is not among those that are replayed: {list(self._known_taps)}")
         self._columns = [self._known_taps.index(tap) for tap in tap_ids]
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.target.embed(ids)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.target.head(hidden)
-
-    def head_rows(self, ids: Tensor | None = None) -> Tensor:
-        return self.target.head_rows(ids)
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """Lengths are all that is needed of it."""

@@ -70,3 +70,19 @@ class Target(Protocol):
         `keep_logits` limits the logits to the last so many tokens.  ValueError: the slot is too small.
         """
         ...
+
+
+class Front:
+    """What stands in front of a target and has its own passes: what drafters borrow is still the target's."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.info = target, target.info
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.target.head(hidden)
+
+    def head_rows(self, ids: Tensor | None = None) -> Tensor:
+        return self.target.head_rows(ids)

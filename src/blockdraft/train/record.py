@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdraft.cache import KVCache
 from blockdraft.config import TrainConfig
-from blockdraft.targets.base import Target, TargetOutput
+from blockdraft.targets.base import Front, Target, TargetOutput
 from blockdraft.train.chats import Tokenizer
 from blockdraft.train.data import Sample, read_sample
 from blockdraft.train.features import SampleFeatures, most_probable
@@ -22,7 +22,7 @@ from blockdraft.train.setup import recipe_taps
 from blockdraft.train.shards import ShardWriter
 
 
-class Recorder:
+class Recorder(Front):
     """A target that notes, slot by slot, the taps and most probable tokens of all that it reads.
 
     To whoever generates with it, it is the target itself; `take` then hands out what was seen of a sample.  What
@@ -31,7 +31,7 @@ class Recorder:
 
     def __init__(self, target: Target, tap_ids: Sequence[int], top_k: int, slots: int, capacity: int) -> None:
         info = target.info
-        self.target, self.info = target, info
+        super().__init__(target)
         self.tap_ids, self.top_k = tuple(tap_ids), top_k
         self._asked: tuple[int, ...] = ()
         self._ids = torch.full((slots, capacity), -1, dtype=torch.long)
@@ -44,15 +44,6 @@ class Recorder:
         """Taps for the caller; the recorder's own come on top."""
         self._asked = tuple(tap_ids)
         self.target.set_taps((*self._asked, *self.tap_ids))
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.target.embed(ids)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.target.head(hidden)
-
-    def head_rows(self, ids: Tensor | None = None) -> Tensor:
-        return self.target.head_rows(ids)
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         return self.target.new_cache(slots, capacity)
