@@ -40,7 +40,7 @@ class ReplayTarget(Front):
 
     def __init__(self, target: Target, tap_ids: Sequence[int], told: Sequence[Told]) -> None:
         super().__init__(target)
-        self._known_taps = tuple(tap_ids)
+        self.tap_ids = tuple(tap_ids)
         self._columns: list[int] = []
         self._ids = {one.prompt: [*one.prompt, *one.answer] for one in told}
         if len(self._ids) != len(told):
@@ -50,10 +50,10 @@ class ReplayTarget(Front):
 
     def set_taps(self, tap_ids: Sequence[int]) -> None:
         """Taps of the passes to come.  ValueError: one of them was not announced."""
-        missing = set(tap_ids) - set(self._known_taps)
+        missing = set(tap_ids) - set(self.tap_ids)
         if missing:
-            raise ValueError(f"tap {min(missing)} is not among those that are replayed: {list(self._known_taps)}")
-        self._columns = [self._known_taps.index(tap) for tap in tap_ids]
+            raise ValueError(f"tap {min(missing)} is not among those that are replayed: {list(self.tap_ids)}")
+        self._columns = [self.tap_ids.index(tap) for tap in tap_ids]
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """Lengths are all that is needed of it."""
@@ -86,7 +86,7 @@ class ReplayTarget(Front):
         """[S - 1, T, D]: nobody reads the last token."""
         if prompt not in self._taps:
             ids = torch.tensor([self._ids[prompt][:-1]], device=self.info.device)
-            self.target.set_taps(self._known_taps)
+            self.target.set_taps(self.tap_ids)
             read = self.target.forward(ids, self.target.new_cache(1, ids.shape[1]), [0], keep_logits=1)
             assert read.taps is not None, "set just now"
             self._taps[prompt] = read.taps[0].clone()

@@ -114,10 +114,11 @@ class Measuring:
         from blockdraft.bench.replay import ReplayTarget, greedy
         from blockdraft.cli.wiring import engine_arm, make_engine
 
-        if part.key not in self._replays:
-            taps = sorted({*self.tap_ids, *(drafter.tap_ids if drafter is not None else ())})
-            self._replays[part.key] = ReplayTarget(self.target, taps, conversations)
-        engine = make_engine(self._replays[part.key], drafter, self.tokenizer, self._room(part), self.config.slots)
+        taps = {*self.tap_ids, *(drafter.tap_ids if drafter is not None else ())}
+        replay = self._replays.get(part.key)
+        if replay is None or not taps <= set(replay.tap_ids):  # a drafter that was not trained here may have others
+            replay = self._replays[part.key] = ReplayTarget(self.target, sorted(taps), conversations)
+        engine = make_engine(replay, drafter, self.tokenizer, self._room(part), self.config.slots)
         params = [greedy(part.params)] * len(conversations)
         answers = engine_arm("replay", engine).answer([list(one.prompt) for one in conversations], params)
         assert [answer.token_ids for answer in answers] == [one.answer for one in conversations], "a known answer"
