@@ -210,11 +210,13 @@ def test_the_best_drafter_is_kept_and_loads(base: Path) -> None:
     _, draft_ids = load_model(base / "run" / "best")
     assert draft_ids is not None and 1 in draft_ids, "the end token can be drafted"
     ended = load_model(base / "run" / "last")[0]
-    for rank in (4, None):  # with and without a Markov head, which starts anew
-        changes = {"warm_start": str(base / "run" / "last"), "markov_rank": rank}
+    # With and without a Markov head, which starts anew; and in blocks that draft from the anchor's own row.
+    for rank, anchor in ((4, False), (None, False), (None, True)):
+        changes = {"warm_start": str(base / "run" / "last"), "markov_rank": rank, "anchor_drafts": anchor}
         warm = recipe(base, drafter=changes, steps=1, optim={"lr": 1e-9, "ema": 0.0})
-        run(warm, base / f"warm-{rank}")
-        started = load_model(base / f"warm-{rank}" / "last")[0]
+        run(warm, base / f"warm-{rank}-{anchor}")
+        started = load_model(base / f"warm-{rank}-{anchor}" / "last")[0]
+        assert started.config.anchor_drafts == anchor
         assert torch.allclose(started.fc.weight, ended.fc.weight, atol=1e-6)
         if rank is not None:
             assert ended.markov_head.w2.weight.any() and started.markov_head.w2.weight.abs().max() < 1e-6

@@ -225,11 +225,12 @@ def _copy_weights(model: DraftNetwork, draft_ids: Tensor | None, where: str) -> 
     """Go on from the trained drafter in a folder.
 
     A draft vocabulary does not matter where the head is the target's.  A head of the drafter's own goes on with the
-    tokens that it knows, and what it does not know starts as the target's; a Markov head starts anew.
+    tokens that it knows, and what it does not know starts as the target's; a Markov head starts anew.  Which token a
+    row of a block drafts may change: no weight has another shape for it, and it is soon learned.
     """
     source, source_ids = load_model(where)
     shapes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-    axes = tuple(axis for axis in DraftAxes.model_fields if axis != "markov_rank")
+    axes = tuple(axis for axis in DraftAxes.model_fields if axis not in ("markov_rank", "anchor_drafts"))
     for key in (*shapes, *axes, "attention_bias", "tap_ids", "rope_theta", "rope_scaling"):
         if getattr(model.config, key) != getattr(source.config, key):
             ours, theirs = getattr(model.config, key), getattr(source.config, key)
