@@ -49,7 +49,9 @@ class Step:
         """Additive masks [n, 1, 1, S], one for each run; made once per window."""
         if window not in self.masks:
             self.masks[window] = [
-                self._mask(torch.arange(first, last, device=self.device) + self.starts[b], slots, window)[:, None, None]
+                causal_mask(torch.arange(first, last, device=self.device) + self.starts[b], slots, window, self.dtype)[
+                    :, None, None
+                ]
                 for b, first, last, slots in self.runs
             ]
         return self.masks[window]
@@ -57,15 +59,25 @@ class Step:
     def batch_mask(self, window: int | None, slots: int) -> Tensor:
         """Additive mask [B, 1, Q, S] for all rows at once; made once per window."""
         if window not in self.masks:
-            self.masks[window] = [self._mask(self.positions(), slots, window)[:, None]]
+            self.masks[window] = [causal_mask(self.positions(), slots, window, self.dtype)[:, None]]
         return self.masks[window][0]
 
-    def _mask(self, queries: Tensor, slots: int, window: int | None) -> Tensor:
-        keys = torch.arange(slots, device=self.device)
-        hidden = keys > queries[..., None]
-        if window is not None:
-            hidden |= keys <= queries[..., None] - window
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [B, G, Q, E] of a layer behind what the rows have."""
+        self.cache.write(layer, self.rows, self.starts, keys, values)
+
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Attention of query [B, H, Q, E] over the rows' slots of a layer: [B, Q, H, E]."""
+        return attend_step(self, query, self.cache.keys[layer], self.cache.values[layer], scaling, window)
+
+
+def causal_mask(queries: Tensor, slots: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [..., S] for queries at absolute positions [...]."""
+    keys = torch.arange(slots, device=queries.device)
+    hidden = keys > queries[..., None]
+    if window is not None:
+        hidden = hidden | (keys <= queries[..., None] - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=queries.device).masked_fill_(hidden, float("-inf"))
 
 
 def attend(
@@ -118,7 +130,9 @@ def attend_step(
     scaling = head_dim**-0.5 if scaling is None else scaling
     shaped = softcap is not None or sinks is not None
     if query.device.type != "cpu":
-        return _attend_batched(step, query, key, value, scaling, window, softcap, sinks)
+        slots = max(run[3] for run in step.runs)
+        mask = step.batch_mask(window, slots)
+        return attend_batched(query, key, value, neighbours(step.rows), slots, mask, scaling, softcap, sinks)
     groups = key.shape[1]
     queries = query.transpose(1, 2).reshape(batch * width, groups, heads // groups, head_dim)
     grouped_sinks = None if sinks is None else sinks.view(groups, -1, 1)
@@ -164,23 +178,31 @@ def _shaped(
     return weights.to(value.dtype) @ value
 
 
-def _attend_batched(
-    step: Step,
+def neighbours(rows: list[int]) -> slice | list[int]:
+    """What picks these rows of a memory: a slice, which copies nothing, where they follow one another."""
+    first, end = rows[0], rows[0] + len(rows)
+    return slice(first, end) if rows == list(range(first, end)) else rows
+
+
+def attend_batched(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    rows: slice | list[int] | Tensor,
+    slots: int,
+    mask: Tensor,
     scaling: float,
-    window: int | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """All rows in one call, for devices where launching costs more than reading masked slots."""
+    """All rows in one call, for devices where launching costs more than reading masked slots.
+
+    query [B, H, Q, E], memory [slots, G, room, E or F] of which `slots` are read, additive mask [B, 1, Q, S].
+    Returns [B, Q, H, F].
+    """
     batch, heads, width, head_dim = query.shape
-    groups, slots = key.shape[1], max(run[3] for run in step.runs)
-    first = step.rows[0]
-    neighbours = step.rows == list(range(first, first + len(step.rows)))
-    index: slice | list[int] = slice(first, first + len(step.rows)) if neighbours else step.rows
-    mask, keys, values = step.batch_mask(window, slots), key[index, :, :slots], value[index, :, :slots]
+    groups = key.shape[1]
+    keys, values = key[rows, :, :slots], value[rows, :, :slots]
     if softcap is None and sinks is None:
         output = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=heads != groups

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from blockdraft.cache import KVCache
 from blockdraft.ops.layers import pack_linears, rms_norm, rotary_tables, rotate
-from blockdraft.targets.attention import Step, attend_step
+from blockdraft.targets.attention import Step, neighbours
 from blockdraft.targets.base import TargetOutput
+from blockdraft.targets.graphs import LONGEST, MULTIPLE, CudaRecorder, FixedStep, Graphs, Recorder
 from blockdraft.targets.pretrained import PretrainedTarget, decoder_layers, require_fit
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class DenseLayer(nn.Module):
             query, key = (_detached(layer.get_submodule(name)) for name in HEAD_NORMS)
             self.head_norms = torch.cat([query.expand(self.heads, -1), key.expand(self.groups, -1)])
 
-    def forward(self, x: Tensor, index: int, step: Step, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, index: int, step: Step | FixedStep, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The residual stream x [B, Q, D] after the layer, which is number `index`; writes its keys and values."""
         batch, width, _ = x.shape
         qkv = self.qkv(rms_norm(x, self.input_norm, self.eps)).view(batch, width, -1, self.head_dim)
@@ -67,10 +69,8 @@ class DenseLayer(nn.Module):
         if self.head_norms is not None:
             turned = F.rms_norm(turned.float(), (self.head_dim,), None, self.eps).to(x.dtype) * self.head_norms
         query, key = (part.transpose(1, 2) for part in rotate(turned, tables).split([self.heads, self.groups], dim=2))
-        cache = step.cache
-        cache.write(index, step.rows, step.starts, key, value.transpose(1, 2))
-        scaling = self.head_dim**-0.5
-        mixed = attend_step(step, query, cache.keys[index], cache.values[index], scaling, self.window)
+        step.write(index, key, value.transpose(1, 2))
+        mixed = step.attend(index, query, self.head_dim**-0.5, self.window)
         x = x + self.out(mixed.view(batch, width, -1))
         gate, up = self.gate_up(rms_norm(x, self.post_norm, self.eps)).chunk(2, dim=-1)
         result: Tensor = x + self.down(F.silu(gate) * up)
@@ -95,14 +95,20 @@ class DenseTarget(PretrainedTarget):
     """A Llama, Qwen2 or Qwen3 of transformers behind the `Target` protocol, run by `DenseLayer`.
 
     Takes the model apart, so that its weights are never held twice: it is of no use afterwards.  With `pack`,
-    linear layers are packed where they are fp32 on the CPU.  ValueError: a model that `obstacle` objects to, or
+    linear layers are packed where they are fp32 on the CPU.  `recorder` records passes of a few tokens, to replay
+    them; None: CUDA graphs on such a device, nothing elsewhere.  ValueError: a model that `obstacle` objects to, or
     whose own result is another.
     """
 
     implementation = "dense"
 
     def __init__(
-        self, model: PreTrainedModel, name: str, eos_token_ids: Sequence[int] | None = None, pack: bool = True
+        self,
+        model: PreTrainedModel,
+        name: str,
+        eos_token_ids: Sequence[int] | None = None,
+        pack: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__(model.eval().requires_grad_(False), name, eos_token_ids)
         reason = obstacle(model)
@@ -125,6 +131,9 @@ class DenseTarget(PretrainedTarget):
             pack_linears(network)
         self._head = network.pop("head")
         self._layers: list[Any] = list(network.values())
+        on_cuda = self.info.device.type == "cuda"
+        self._recorder = CudaRecorder() if recorder is None and on_cuda else recorder
+        self._graphs: WeakKeyDictionary[KVCache, Graphs] = WeakKeyDictionary()
         self._compare(self._through_cache(ids, lambda *inputs: self.forward(*inputs).logits), expected)
 
     def layer_weights(self, layer: int) -> dict[str, Tensor]:
@@ -137,7 +146,16 @@ class DenseTarget(PretrainedTarget):
         """Append ids [B, Q] to the cache slots `rows`; see `Target.forward`.  ValueError: the slot is too small."""
         require_fit(ids, cache, rows, keep_logits)
         batch, width = ids.shape
-        step = Step(cache, rows, width, self.info.dtype, self.info.device)
+        if self._recorder is None:
+            step = Step(cache, rows, width, self.info.dtype, self.info.device)
+            logits, taps = self._run(ids, step, keep_logits)
+        else:
+            logits, taps = self._run_recorded(ids, cache, rows, keep_logits)
+        cache.extend(rows, [width] * batch)
+        return TargetOutput(logits, taps)
+
+    def _run(self, ids: Tensor, step: Step | FixedStep, keep_logits: int | None) -> tuple[Tensor, Tensor | None]:
+        """Logits and taps; keys and values go into the cache, whose lengths do not change."""
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
         x = F.embedding(ids, self._embedding)
         kept: dict[int, Tensor] = {}
@@ -145,10 +163,33 @@ class DenseTarget(PretrainedTarget):
             x = layer.forward(x, index, step, tables)
             if index in self.tap_ids:
                 kept[index] = x
-        cache.extend(rows, [width] * batch)
         taps = torch.stack([kept[tap] for tap in self.tap_ids], dim=2) if self.tap_ids else None
         last = x if keep_logits is None else x[:, -keep_logits:]
-        return TargetOutput(self.head(rms_norm(last, self._norm, self.eps)), taps)
+        return self.head(rms_norm(last, self._norm, self.eps)), taps
+
+    def _run_recorded(
+        self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same in kernels that are launched at once, where such a pass has come before."""
+        assert self._recorder is not None, "the caller has looked"
+        width, dtype, device = ids.shape[1], self.info.dtype, self.info.device
+        lengths, picked = [cache.lengths[row] for row in rows], neighbours(list(rows))
+        slots = min(-(-(max(lengths) + width) // MULTIPLE) * MULTIPLE, cache.keys[0].shape[2])
+
+        def run(ids: Tensor, starts: Tensor, places: Tensor) -> list[Tensor]:
+            step = FixedStep(
+                cache, starts, places, picked if isinstance(picked, slice) else places, width, slots, dtype
+            )
+            return [result for result in self._run(ids, step, keep_logits) if result is not None]
+
+        starts, places = (torch.tensor(numbers, device=device) for numbers in (lengths, list(rows)))
+        if width > LONGEST:
+            logits, *taps = run(ids, starts, places)
+        else:
+            graphs = self._graphs.setdefault(cache, Graphs(self._recorder))
+            key = (tuple(rows), width, slots, keep_logits, self.tap_ids)
+            logits, *taps = graphs.run(key, run, ids, starts, places)
+        return logits, taps[0] if taps else None
 
     def _layer_windows(self) -> list[int | None]:
         if not FAMILIES[self.kind]:
