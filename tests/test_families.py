@@ -21,7 +21,6 @@ from blockdraft.config import EngineConfig, NgramConfig
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.profile import measure_costs
 from blockdraft.targets import attention, deltanet, experts
-from blockdraft.targets.attention import Step
 from blockdraft.targets.dense import DenseTarget
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.recurrent import Trail
@@ -146,8 +145,8 @@ def test_of_a_model_that_also_sees_the_text_part_is_served(name: str, tmp_path: 
 # --- planted faults: the checks above must notice each of them -------------------------------------------------------
 
 
-def no_window(self: Step, queries: Tensor, slots: int, window: int | None) -> Tensor:
-    return MASK(self, queries, slots, None)
+def no_window(queries: Tensor, slots: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    return MASK(queries, slots, None, dtype)
 
 
 def no_sinks(*inputs: Any) -> Tensor:
@@ -178,11 +177,11 @@ def experts_without_weights(self: experts.PackedExperts, hidden: Tensor, chosen:
     return EXPERTS(self, hidden, chosen, torch.full_like(weights, 0.5))
 
 
-MASK, AT, SCAN = Step._mask, Trail._at, deltanet.DeltaNet._scan
+MASK, AT, SCAN = attention.causal_mask, Trail._at, deltanet.DeltaNet._scan
 SHAPED: Callable[..., Tensor] = attention._shaped
 EXPERTS = experts.PackedExperts.forward
 FAULTS: list[tuple[str, Any, str, Any]] = [
-    *((name, Step, "_mask", no_window) for name in ("mistral", "gpt-oss", "gemma2", "gemma3")),
+    *((name, attention, "causal_mask", no_window) for name in ("mistral", "gpt-oss", "gemma2", "gemma3")),
     ("gpt-oss", attention, "_shaped", no_sinks),
     ("gemma2", attention, "_shaped", no_softcap),
     *((name, Trail, "_at", fault) for name in RECURRENT for fault in (never_taken_back, not_read_again)),
