@@ -225,6 +225,52 @@ def test_the_end_token_is_among_the_ids_but_not_in_the_text() -> None:
     assert request.text == bytes(request.output_ids[:-1]).decode()
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+def test_a_prompt_is_read_in_parts_while_others_are_answered(length: int) -> None:
+    target = HashTarget()
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+    prompts = [[3, 4, 5], [5 + number % 40 for number in range(length)], [6, 7]]
+    read: list[int] = []
+    forward = target.forward
+
+    def noted(ids, cache, rows, keep_logits=None):
+        read.append(ids.shape[1] if keep_logits == 1 else 0)
+        return forward(ids, cache, rows, keep_logits)
+
+    target.forward = noted  # type: ignore[method-assign]
+    engine = Engine(target, UnrelatedDrafter(3, 61), EngineConfig(slots=3, capacity=128, prefill_tokens=8))
+    requests = [engine.add(prompts[0], params)]
+    engine.step()
+    assert read == [3, 0], "where nobody is answered, all is read at once"
+    requests += [engine.add(prompt, params) for prompt in prompts[1:]]
+    said = len(requests[0].output_ids)
+    while not requests[1].output_ids:
+        read.clear()
+        engine.step()
+        assert sum(read) <= 8 and len(requests[0].output_ids) > said, "the first one goes on"
+        said = len(requests[0].output_ids)
+    engine.run()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output_ids == by_hand(HashTarget(), prompt, params)
+        check_stats(request)
+
+
+def test_a_request_may_be_given_up_while_its_prompt_is_read() -> None:
+    target, params = HashTarget(), SamplingParams(max_tokens=20, ignore_eos=True)
+    engine = Engine(target, UnrelatedDrafter(3, 61), EngineConfig(slots=2, capacity=128, prefill_tokens=4))
+    first = engine.add([3, 4, 5], params)
+    engine.step()
+    long = engine.add(list(range(1, 50)), params)
+    engine.step()
+    assert 0 < long.num_prefilled < 49 and engine.has_work
+    engine.abort(long)
+    after = engine.add([7, 8], params)
+    engine.run()
+    assert long.output_ids == [] and len(engine.free_slots) == 2
+    for prompt, request in (([3, 4, 5], first), ([7, 8], after)):
+        assert request.output_ids == by_hand(target, prompt, params)
+
+
 def test_a_seed_is_drawn_when_none_is_given() -> None:
     engine = Engine(HashTarget(), None, EngineConfig(slots=8))
     requests = [engine.add([1, 2], SamplingParams(temperature=1.0, max_tokens=20)) for _ in range(8)]

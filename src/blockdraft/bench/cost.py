@@ -26,7 +26,7 @@ def propose_seconds(target: Target, drafter: Drafter, ids: Sequence[int], repeat
     read = target.forward(tokens[:, :-1], target.new_cache(1, len(ids)), [0], keep_logits=1)
     state = drafter.new_state(1, len(ids) + drafter.block_size + 1)
     drafter.observe(state, [0], tokens[:, :-1], read.taps, [len(ids) - 1])
-    return _median(lambda: drafter.propose(state, [0], tokens[:, -1]), repeats, device)
+    return median_seconds(lambda: drafter.propose(state, [0], tokens[:, -1]), repeats, device)
 
 
 @torch.inference_mode()
@@ -41,10 +41,11 @@ def pass_seconds(target: Target, ids: Sequence[int], width: int, taps: Sequence[
         cache.truncate([0], [len(ids)])
         target.forward(tokens[:, :width], cache, [0])
 
-    return _median(once, repeats, target.info.device)
+    return median_seconds(once, repeats, target.info.device)
 
 
-def _median(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+def median_seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Median seconds of so many runs, after a few that do not count."""
     seconds = []
     for _ in range(WARM_UP + repeats):
         _wait(device)

@@ -23,6 +23,7 @@ from blockdraft.cli import (
     importing,
     info,
     launching,
+    profiling,
     regenerate,
     train,
 )
@@ -48,6 +49,7 @@ app.command("check")(check.command)
 app.command("export")(export.command)
 app.command("import")(importing.command)
 app.command("command")(launching.command)
+app.command("profile")(profiling.command)
 app.command("info")(info.command)
 
 

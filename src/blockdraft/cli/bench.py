@@ -168,7 +168,9 @@ def make_arm(name: str, llm: LLM, target: str, room: int, slots: int, params: Sa
     if name == "drafted":
         return engine_arm(name, llm.engine)
     if name == "plain":
-        return engine_arm(name, make_engine(llm.target, None, llm.tokenizer, room, slots))
+        return engine_arm(
+            name, make_engine(llm.target, None, llm.tokenizer, room, slots, prefill_tokens=llm.engine.prefill_tokens)
+        )
     from blockdraft.targets.hf import load_reference, reference_generate
     from blockdraft.targets.resolve import resolve_folder
 

@@ -51,7 +51,9 @@ class EngineConfig(Strict):
     verify_width: int | Literal["auto"] | None = Field(
         None, description="drafts verified per round; auto: as many as pay; None: all that are proposed"
     )
-
+    prefill_tokens: int | None = Field(
+        None, ge=1, description="tokens of prompts read per round while others are answered; None: whole prompts"
+    )
     coupled: bool = Field(False, description="draft by the noise of the target's choices, above temperature 0")
 
     @field_validator("verify_width", mode="before")

@@ -49,6 +49,8 @@ class LLM:
     takes a moment to measure at the first use; a number at most so many; None all.
     `coupled` lends the drafter the noise of the target's choices, so that at temperatures above 0 it drafts what the
     target would draw, and not what is likeliest: more of it is right.
+    `prefill_tokens` of prompts are read in one round while others are answered; None: whole prompts, which keeps
+    those waiting.
     The answers are the same with every drafter, `slots` (requests at once) and whatever is said of drafting: exactly
     in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
     otherwise.
@@ -68,11 +70,18 @@ class LLM:
         capacity: int = 2048,
         verify_width: int | Literal["auto"] | None = "auto",
         coupled: bool = True,
+        prefill_tokens: int | None = 256,
         block_size: int | None = None,
     ) -> None:
         if block_size is not None and not isinstance(drafter, (str, Path, LookupChoice)):
             raise ValueError("block_size is for a drafter that is loaded here: give a folder, or 'auto'")
-        values = {"slots": slots, "capacity": capacity, "verify_width": verify_width, "coupled": coupled}
+        values = {
+            "slots": slots,
+            "capacity": capacity,
+            "verify_width": verify_width,
+            "coupled": coupled,
+            "prefill_tokens": prefill_tokens,
+        }
         config = EngineConfig.parse(values, "LLM")
         if isinstance(target, (str, Path)):
             spec = str(target)

@@ -45,7 +45,9 @@ class Engine:
         cache = target.new_cache(config.slots, self.capacity)
         self.pair = Pair(target, cache, drafter, state, coupled=config.coupled)
         self.policy = self._policy(config) if policy is None or drafter is None else policy
+        self.prefill_tokens = config.prefill_tokens
         self.waiting: deque[Request] = deque()
+        self.reading: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(config.slots))
         self.stats = RequestStats()
@@ -83,11 +85,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether a request is waiting, read or running."""
+        return bool(self.waiting or self.reading or self.running)
 
     def step(self) -> list[Request]:
-        """Admit what fits, then one round for all that run; returns the requests that have new tokens."""
+        """Admit what fits, read prompts, then one round for all that run; returns the requests with new tokens.
+
+        While others are answered, `prefill_tokens` of prompts are read at most (None: all): a long one does not keep
+        them waiting.
+        """
         # Set each time, so that engines may share a target.
         self.target.set_taps(self.drafter.tap_ids if self.drafter is not None else ())
         admitted = self._admit()
@@ -112,7 +118,7 @@ class Engine:
         if request.done:
             return
         request.aborted = True
-        if request in self.running:
+        if request.slot is not None:
             self._release(request)
         else:
             self.waiting.remove(request)
@@ -131,29 +137,41 @@ class Engine:
         return Fixed(drafter.max_drafts if width is None else min(width, drafter.max_drafts))
 
     def _admit(self) -> list[Request]:
-        admitted = []
         while self.waiting and self.free_slots:
-            request, slot = self.waiting[0], heapq.heappop(self.free_slots)
-            request.slot = slot
+            request = self.waiting.popleft()
+            request.slot = heapq.heappop(self.free_slots)
+            self.reading.append(request)
+        room = sum(len(request.prompt_ids) for request in self.reading)
+        if self.running and self.prefill_tokens is not None:
+            room = min(room, self.prefill_tokens)
+        admitted = []
+        while self.reading and room > 0:
+            request, before = self.reading[0], self.reading[0].num_prefilled
             try:
-                first = prefill(self.pair, request)
-            except BaseException:  # interrupted: the request waits on, as if nothing had been
-                request.slot = None
-                heapq.heappush(self.free_slots, slot)
+                first = prefill(self.pair, request, room)
+            except BaseException:  # interrupted: it is read again, as if nothing had been
+                request.num_prefilled = 0
                 raise
-            self.policy.admit(slot)
-            self.waiting.popleft()
-            self.running.append(request)
-            admitted.append(request)
-            request.emit([first], num_drafted=0)
-            if request.done:
-                self._release(request)
+            room -= request.num_prefilled - before
+            if first is not None:
+                self._start(request, first)
+                admitted.append(request)
         self.running.sort(key=lambda request: request.slot if request.slot is not None else -1)
         return admitted
 
+    def _start(self, request: Request, first: int) -> None:
+        """Its prompt is read, and this is the first token of its answer."""
+        assert request.slot is not None, "it has been read into one"
+        self.reading.remove(request)
+        self.running.append(request)
+        self.policy.admit(request.slot)
+        request.emit([first], num_drafted=0)
+        if request.done:
+            self._release(request)
+
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        self.running.remove(request)
+        (self.running if request in self.running else self.reading).remove(request)
         heapq.heappush(self.free_slots, request.slot)
         request.slot = None
         if not request.aborted:

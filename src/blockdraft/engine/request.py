@@ -86,7 +86,7 @@ class Request:
 
     `max_tokens` is the parameter's, or what the context leaves.  `output_ids` includes a stop token that
     ended the answer; `output` (None: the engine has no tokenizer) does not.  `pieces` are the parts of
-    the text, none of them empty.  `slot` is set while the request runs.
+    the text, none of them empty.  `slot` is set while the prompt is read and while the request runs.
     """
 
     request_id: str
@@ -102,6 +102,7 @@ class Request:
     finish_reason: FinishReason | None = None
     aborted: bool = False
     slot: int | None = None
+    num_prefilled: int = 0  # tokens of the prompt that have been read
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property

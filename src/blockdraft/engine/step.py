@@ -36,11 +36,16 @@ class Pair:
     backlog: Backlog = field(default_factory=Backlog)
     coupled: bool = False
 
-    def begin(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
-        """Show the drafter another request's prompt [1, S] and its taps [1, S, T, D]."""
+    def begin(self, slot: int) -> None:
+        """Another request has the slot now."""
+        self.cache.truncate([slot], [0])
         if self.drafter is not None:
             self.backlog.forget(slot)
             self.drafter.reset(self.state, slot)
+
+    def read(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
+        """Show the drafter more of a request's prompt: ids [1, S], taps [1, S, T, D]."""
+        if self.drafter is not None:
             self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
 
     def commit(
@@ -78,15 +83,23 @@ class Verdict:
 
 
 @torch.inference_mode()
-def prefill(pair: Pair, request: Request) -> int:
-    """Read a request's prompt into its slot, alone; returns the target's first token, the first anchor."""
-    slot = request.slot
+def prefill(pair: Pair, request: Request, most: int) -> int | None:
+    """Read up to `most` more tokens of a request's prompt into its slot, alone.
+
+    Returns the target's first token, the first anchor, once all of the prompt is read, and None before.  After an
+    interrupt, `num_prefilled` has to be set to 0.
+    """
+    slot, start = request.slot, request.num_prefilled
     assert slot is not None, "a request is admitted before its prompt is read"
-    pair.cache.truncate([slot], [0])
-    ids = torch.tensor([request.prompt_ids], device=pair.target.info.device)
+    if start == 0:
+        pair.begin(slot)
+    ids = torch.tensor([request.prompt_ids[start : start + most]], device=pair.target.info.device)
     out = pair.target.forward(ids, pair.cache, [slot], keep_logits=1)
-    pair.begin(slot, ids, out.taps)
-    return int(choose(out.logits, [request.choice], [ids.shape[1]]))
+    pair.read(slot, ids, out.taps)
+    request.num_prefilled += ids.shape[1]
+    if request.num_prefilled < len(request.prompt_ids):
+        return None
+    return int(choose(out.logits, [request.choice], [len(request.prompt_ids)]))
 
 
 @torch.inference_mode()
