@@ -19,7 +19,6 @@ from rich.table import Table
 from blockdraft import __version__
 from blockdraft.text import write_whole
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -124,16 +123,21 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
 
 def update_readme(readme: Path, results: Sequence[Path]) -> None:
     """Put the table of some results between the README's markers.  Raises ValueError if it has none."""
-    text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{readme}: no lines '{BEGIN}' and '{END}'")
-    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     reports = [load(path) for path in results]
     for path, report in zip(results, reports, strict=True):
         if not report["complete"]:
             raise ValueError(f"{path}: the benchmark was not finished")
-    table = markdown(reports)
-    readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
+    insert(readme, "results", markdown(reports))
+
+
+def insert(document: Path, name: str, table: str) -> None:
+    """Put a table between a document's markers of that name.  Raises ValueError if it has none."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = document.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{document}: no lines '{begin}' and '{end}'")
+    head, tail = text.partition(begin)[0], text.partition(end)[2]
+    document.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
 
 
 def _identical(arm: dict[str, Any]) -> str:

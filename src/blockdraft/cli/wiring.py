@@ -85,6 +85,7 @@ def make_engine(
     capacity: int,
     slots: int = 1,
     verify_width: int | Literal["auto"] | None = None,
+    coupled: bool = False,
 ) -> Engine:
     """An engine of its own for a target that others may use too.
 
@@ -93,7 +94,7 @@ def make_engine(
     from blockdraft.config import EngineConfig
     from blockdraft.engine.engine import Engine
 
-    values = {"slots": slots, "capacity": max(capacity, 8), "verify_width": verify_width}
+    values = {"slots": slots, "capacity": max(capacity, 8), "verify_width": verify_width, "coupled": coupled}
     return Engine(target, drafter, EngineConfig.parse(values, "engine"), tokenizer)
 
 
