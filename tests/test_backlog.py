@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.base import Proposal
 from blockdraft.engine.backlog import LIMIT, Backlog
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.policy import Fixed, Row
+from blockdraft.engine.policy import Ask, Fixed, Row
 
 
 @pytest.mark.parametrize("with_taps", [True, False])
@@ -60,9 +61,9 @@ class Rests(Fixed):
         super().__init__(limit)
         self.every, self.rounds = every, 0
 
-    def begin(self, rows: list[Row]) -> bool:  # type: ignore[override]
+    def begin(self, rows: Sequence[Row]) -> Ask:
         self.rounds += 1
-        return self.rounds % self.every == 0
+        return Ask.NOBODY if self.rounds % self.every else Ask.ALL
 
 
 class Watched(OracleDrafter):

@@ -13,7 +13,7 @@ from blockdraft.drafters.base import Proposal
 from blockdraft.engine import adaptive as adaptive_room
 from blockdraft.engine.adaptive import Adaptive, Habit
 from blockdraft.engine.costs import VerifyCosts
-from blockdraft.engine.policy import Fixed, Row, best_width, expected_tokens
+from blockdraft.engine.policy import Ask, Fixed, Row, best_width, expected_tokens
 
 K = 7
 FLAT = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 1.7), (2.0, 8.0)), ((0.0, 0.0), (0.0, 0.0)), (0.4, 0.8))
@@ -69,7 +69,8 @@ def test_a_fixed_width_asks_nothing_of_confidence_or_time() -> None:
     proposal = Proposal(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5), counts=[5, 3])
     for limit in (0, 2, 5):
         policy = Fixed(limit)
-        assert policy.begin([Row(0, 9, False)] * 2) == (limit > 0) and policy.limit == limit
+        assert policy.begin([Row(0, 9, False)] * 2) is (Ask.ALL if limit > 0 else Ask.NOBODY)
+        assert policy.limit == limit
         limits = [min(limit, 4), limit]
         assert policy.widths(proposal, limits) == [min(limit, 4), min(limit, 3)]
         policy.learn([[1], [1]])
@@ -84,6 +85,9 @@ class World:
 
     policy: Adaptive
     now: float = 0.0
+    found: float = 0.0  # how often the free part has something
+    free_right: float = 0.8
+    asked: list[Ask] = field(default_factory=list)
     right: Callable[[int], float] = lambda k: 0.8
     told: Callable[[int], float] | None = None
     costs: VerifyCosts = FLAT
@@ -101,14 +105,22 @@ class World:
 
     def round(self, rows: list[Row]) -> None:
         asked = self.policy.begin(rows)
+        self.asked.append(asked)
         widths, fates = [0] * len(rows), [[False] * K for _ in rows]
-        if asked:
-            self.now += self.costs.draft(len(rows))
-            fates = [[self.rng.random() < self.right(k) for k in range(K)] for _ in rows]
+        if asked is not Ask.NOBODY:
+            found = [self.rng.random() < self.found for _ in rows]
+            if asked is Ask.ALL and not all(found):
+                self.now += self.costs.draft(found.count(False))
+            fates = [
+                [self.rng.random() < (self.free_right if text else self.right(k)) for k in range(K)] for text in found
+            ]
             told = self.told if self.told is not None else self.right
-            confidence = torch.tensor([[told(k) for k in range(K)] for _ in rows])
+            confidence = torch.tensor([[0.875 if text else told(k) for k in range(K)] for text in found])
+            counts = [K if text or asked is Ask.ALL else 0 for text in found]
+            sources = [1 if text or asked is Ask.FREE else 0 for text in found]
             # A draft that is right is token 1 (all the target ever says), a wrong one 0.
-            widths = self.policy.widths(Proposal(torch.tensor(fates).long(), confidence), [K] * len(rows))
+            proposal = Proposal(torch.tensor(fates).long(), confidence, counts, sources)
+            widths = self.policy.widths(proposal, [K] * len(rows))
         committed = []
         for width, fate in zip(widths, fates, strict=True):
             kept = 0
@@ -117,12 +129,12 @@ class World:
             committed.append([1] * (kept + 1))
         self.now += self.costs.verify(len(rows), max(widths) + 1, 100)
         self.plain += self.costs.verify(len(rows), 1, 100) * sum(map(len, committed)) / len(rows)
-        self.widths.append(max(widths) if asked else None)
+        self.widths.append(max(widths) if asked is Ask.ALL else None)
         self.policy.learn(committed)
 
 
-def world(costs: VerifyCosts = FLAT, believed: VerifyCosts = FLAT) -> World:
-    made = World(Adaptive(K, lambda: believed), costs=costs)
+def world(costs: VerifyCosts = FLAT, believed: VerifyCosts = FLAT, partly_free: bool = False) -> World:
+    made = World(Adaptive(K, lambda: believed, partly_free=partly_free), costs=costs)
     made.policy.clock = lambda: made.now
     return made
 
@@ -227,12 +239,12 @@ def test_a_machine_that_slows_down_changes_nothing() -> None:
 
 def test_rows_without_room_or_drafts_verify_none() -> None:
     policy = Adaptive(K, lambda: FLAT, clock=iter(range(100)).__next__)
-    assert policy.begin([Row(0, 5, False), Row(1, 5, True), Row(2, 5, False)])
+    assert policy.begin([Row(0, 5, False), Row(1, 5, True), Row(2, 5, False)]) is Ask.ALL
     proposal = Proposal(torch.ones(3, 4, dtype=torch.long), torch.full((3, 4), 0.999), counts=[4, 0, 4])
     widths = policy.widths(proposal, [2, 7, 0])
     assert widths[1:] == [0, 0] and widths[0] <= 2
     policy.learn([[1], [1], [1]])
-    assert policy.begin([Row(0, 5, False)])
+    assert policy.begin([Row(0, 5, False)]) is Ask.ALL
     silent = Proposal(torch.ones(1, 0, dtype=torch.long), counts=[0])
     assert policy.widths(silent, [7]) == [0]
     policy.learn([[1]])

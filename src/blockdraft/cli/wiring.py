@@ -114,6 +114,7 @@ def engine_arm(name: str, engine: Engine) -> Arm:
                 accepted_by_position=tuple(request.stats.accepted_by_position),
                 rounds_by_width=tuple(request.stats.rounds_by_width),
                 undrafted=request.stats.undrafted,
+                partly_drafted=request.stats.partly_drafted,
             )
             for request in requests
         ]
