@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, make_drafter, neighbour, references, target
+from models import save_tiny_drafter, save_tiny_target
 
 from blockdraft.bench.choices import WAYS, describe, markdown, spread
 from blockdraft.bench.rejection import chances, expected_rounds
 from blockdraft.bench.replay import Told
+from blockdraft.cli import main
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.independent import IndependentDrafter
@@ -173,7 +175,10 @@ def test_every_drafter_that_draws_can_be_asked(name: str) -> None:
         values = [chance for row in found for chance in row]
         assert all(0.0 <= chance <= 1.0 for chance in values) and 0.0 < sum(values) < len(values)
     own = IndependentDrafter(target(KIND), target(KIND).info, 3)
-    assert min(chance for told, params in known(1.0) for row in chances(target(KIND), own, told, params) for chance in row) > 0.999
+    assert (
+        min(chance for told, params in known(1.0) for row in chances(target(KIND), own, told, params) for chance in row)
+        > 0.999
+    )
 
 
 def test_a_lookup_has_no_chances() -> None:
@@ -188,7 +193,11 @@ def test_a_lookup_has_no_chances() -> None:
 def some_counts() -> list[dict[str, object]]:
     rng = random.Random(0)
     return [
-        {"id": f"p{n}", "tokens": 100 + n, "rounds": {way: 40 + 10 * place + rng.randint(-5, 5) for place, way in enumerate(WAYS)}}
+        {
+            "id": f"p{n}",
+            "tokens": 100 + n,
+            "rounds": {way: 40 + 10 * place + rng.randint(-5, 5) for place, way in enumerate(WAYS)},
+        }
         for n in range(8)
     ]
 
@@ -217,7 +226,25 @@ def test_the_table_has_what_the_file_has() -> None:
     assert f"{result['parts'][0]['tau']['coupled']['value']:.2f}" in lines[2]
 
 
-def test_the_document_has_what_results_hold(tmp_path: Path) -> None:
+def test_the_command_counts_the_same_answers_three_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_target(tmp_path / "target")
+    save_tiny_drafter(tmp_path / "drafter")
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "What is {n} + {n}?"}}\n' for n in range(3)))
+    words = ["choices", "--dataset", "few.jsonl", "--target", "target", "--drafter", "drafter", "--max-tokens", "16"]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--temperatures", "0.5,2", "--slots", "2", "--output", "out.json"])
+    assert left.value.code == 0, capsys.readouterr().err
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [part["temperature"] for part in result["parts"]] == [0.5, 2.0]
+    for answer in (one for part in result["parts"] for one in part["answers"]):
+        assert set(answer["rounds"]) == set(WAYS)
+        assert all(1 <= rounds <= answer["tokens"] for rounds in answer["rounds"].values()), answer
+
+
+def test_the_document_has_what_results_hold() -> None:
     root = Path(__file__).parent.parent
     text = (root / "docs" / "performance.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- draft choices: begin -->\n")[2].partition("\n<!-- draft choices: end -->")[0]

@@ -58,11 +58,11 @@ def markdown(result: Mapping[str, Any]) -> str:
         values = [part["tau"][way] for way in WAYS] + [part["coupled_over"][way] for way in (ARGMAX, INDEPENDENT)]
         cells = [f"{one['value']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in values]
         lines.append(" | ".join([f"| {part['temperature']:g}", str(len(part["answers"])), *cells]) + " |")
-    setup = result["setup"]
+    setup, drafter = result["setup"], result["setup"]["drafter"]
     note = (
-        f"tau: tokens per verify pass, the target's own included; in brackets what 95% of resamples of the prompts say. "
-        f"{setup['target']} with {setup['drafter']['name']}, {setup['drafter']['max_drafts']} drafts, all verified; the "
-        f"first {setup['prompts']} prompts of {setup['dataset']}, up to {setup['max_tokens']} tokens."
+        "tau: tokens per verify pass, the target's own included; in brackets what 95% of resamples of the prompts say. "
+        f"{setup['target']} with {drafter['name']}, {drafter['max_drafts']} drafts, all verified; the first "
+        f"{setup['prompts']} prompts of {setup['dataset']}, up to {setup['max_tokens']} tokens."
     )
     return "\n".join([*lines, "", note])
 

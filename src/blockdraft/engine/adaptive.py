@@ -1,7 +1,8 @@
 """The policy that watches its costs: as many drafts as pay, and none at all where drafting does not.
 
 A drafter may have a part that is free to ask (see `PartlyFree`).  Where the whole does not pay, that part is still
-asked, and what it finds is verified where that pays.  Only widths depend on time; the tokens are the target's own choices whatever is verified.
+asked, and what it finds is verified where that pays.
+Only widths depend on time; the tokens are the target's own choices whatever is verified.
 Letters: B rows, K drafts.
 """
 

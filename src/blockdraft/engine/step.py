@@ -133,9 +133,7 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     return results
 
 
-def propose(
-    pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None
-) -> Proposal:
+def propose(pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
     """Drafts after anchors [B], by the whole drafter or by its free part."""
     drafter = pair.drafter
     assert drafter is not None, "without a drafter, no policy asks it"
