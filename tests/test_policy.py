@@ -87,6 +87,7 @@ class World:
     now: float = 0.0
     found: float = 0.0  # how often the free part has something
     free_right: float = 0.8
+    catching_up: float = 0.0  # seconds for each of the last rounds that the drafter was not asked in
     asked: list[Ask] = field(default_factory=list)
     right: Callable[[int], float] = lambda k: 0.8
     told: Callable[[int], float] | None = None
@@ -94,7 +95,7 @@ class World:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     plain: float = 0.0
     widths: list[int | None] = field(default_factory=list)
-    position: int = 0
+    missed: int = 0
 
     def play(self, rounds: int, rows: int = 1) -> float:
         """Plain time over this time, for the tokens of so many rounds: above 1 is faster than plain decoding."""
@@ -107,6 +108,9 @@ class World:
         asked = self.policy.begin(rows)
         self.asked.append(asked)
         widths, fates = [0] * len(rows), [[False] * K for _ in rows]
+        if asked is Ask.ALL:
+            self.now += self.catching_up * min(self.missed, 64)
+        self.missed = 0 if asked is Ask.ALL else self.missed + 1
         if asked is not Ask.NOBODY:
             found = [self.rng.random() < self.found for _ in rows]
             if asked is Ask.ALL and not all(found):
@@ -248,3 +252,61 @@ def test_rows_without_room_or_drafts_verify_none() -> None:
     silent = Proposal(torch.ones(1, 0, dtype=torch.long), counts=[0])
     assert policy.widths(silent, [7]) == [0]
     policy.learn([[1]])
+
+
+# --- a part that is free ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_free_part_goes_on_while_the_rest_rests(rows: int) -> None:
+    """Texts that repeat themselves: what is found is verified, though the drafter behind it is not asked."""
+    gains = []
+    for partly_free in (True, False):
+        here = world(partly_free=partly_free)
+        here.right, here.told, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.98
+        here.found = (0.2 if rows == 1 else 0.9) if partly_free else 0.0
+        here.play(100, rows)
+        gains.append(here.play(1000, rows))
+        late = here.asked[-500:]
+        assert late.count(Ask.ALL) < 40 and (late.count(Ask.FREE) > 400) == partly_free
+    assert gains[0] > 1.2 > 1.0 > gains[1] > 0.985, "and without it, plain decoding is all that is left"
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_free_part_that_is_wrong_costs_next_to_nothing(rows: int) -> None:
+    """It says that it is sure; what is free to ask is not free to verify."""
+    here = world(partly_free=True)
+    here.right, here.told, here.found, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.5, 0.05
+    assert here.play(256, rows) > 0.96
+    assert here.play(1000, rows) > 0.985
+
+
+def test_a_free_part_is_watched_where_costs_are_wrong() -> None:
+    """Wide passes are dearer than believed: what should pay by the table does not, and is left alone."""
+    dear = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 6.0), (2.0, 24.0)), FLAT.per_context, FLAT.drafting)
+    here = world(costs=dear, partly_free=True)
+    here.right, here.told, here.found, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.6, 0.6
+    here.play(200)
+    assert here.play(1000) > 0.98
+
+
+def test_the_rest_is_measured_against_the_free_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is better than nothing and worse than lookup alone is left to rest."""
+
+    def free_rounds() -> int:
+        here = world(partly_free=True)
+        here.right, here.told, here.found, here.free_right = lambda k: 0.3, lambda k: 0.3, 0.7, 0.95
+        here.play(800, 2)
+        return here.asked[-400:].count(Ask.FREE)
+
+    assert free_rounds() > 250
+    monkeypatch.setattr(adaptive_room, "expected_tokens", lambda survivals, width: 0.0)
+    assert free_rounds() < 50, "control: next to nothing, it looks good"
+
+
+def test_catching_up_is_counted() -> None:
+    """A try after a long rest costs more than drafting does, and by that much it is made up for."""
+    here = world()
+    here.right, here.told, here.catching_up = lambda k: 0.02, lambda k: 0.5, 0.05
+    here.play(100)
+    assert here.play(3000) > 0.98

@@ -25,9 +25,9 @@ MEMORY = 20.0  # drafted rounds that say whether drafting pays
 ENOUGH = 3.0  # of them, to say it
 PROBE = 2.0  # of them that count when drafting is tried again
 TOLERANCE = 0.01  # of a plain round: a loss too small to stop drafting for
-INTEREST = 0.005  # of a plain round: what each of them earns for trying to draft again
-CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth
-DEEPEST = 4.0  # plain rounds of loss that are remembered
+INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to draft again
+CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
+DEEPEST = 2.0  # plain rounds of loss that are remembered
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Adaptive:
         self._habit(current.part, rows).learn(gained, cost / dearer, dearer)
         # What trying costs is what it did cost, catching up included.
         lost = verifying + current.drafting / (plain * self.pace.speed) - gained
-        self.debt = min(max(self.debt + lost, min(self.debt, 0.0)), DEEPEST)
+        self.debt = min(max(self.debt + lost, -CREDIT), DEEPEST)
 
     def admit(self, slot: int) -> None:
         self.ledger.forget(slot)
