@@ -236,7 +236,7 @@ def test_the_command_counts_the_same_answers_three_times(
     words = ["choices", "--dataset", "few.jsonl", "--target", "target", "--drafter", "drafter", "--max-tokens", "16"]
     with pytest.raises(SystemExit) as left:
         main([*words, "--temperatures", "0.5,2", "--slots", "2", "--output", "out.json"])
-    assert left.value.code == 0, capsys.readouterr().err
+    assert not left.value.code, capsys.readouterr().err
     result = json.loads((tmp_path / "out.json").read_text())
     assert [part["temperature"] for part in result["parts"]] == [0.5, 2.0]
     for answer in (one for part in result["parts"] for one in part["answers"]):

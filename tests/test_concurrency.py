@@ -42,7 +42,7 @@ def test_the_command_measures_level_by_level(
     words += ["--arms", "plain,drafted", "--slots", "1,2,4", "--limit", "3", "--temperature", temperature]
     with pytest.raises(SystemExit) as left:
         main([*words, "--repeats", "2"])
-    assert left.value.code == 0, capsys.readouterr().err
+    assert not left.value.code, capsys.readouterr().err
     result = json.loads((tmp_path / "results" / f"concurrency-few-t{temperature}.json").read_text())
     assert result["complete"] and result["setup"]["slots"] == [1, 2, 4]
     assert [(level["slots"], level["prompts"]) for level in result["levels"]] == [(1, 3), (2, 4), (4, 4)]

@@ -115,11 +115,11 @@ class PartlyFree(Protocol):
     """
 
     def observe_free(
-        self, state: Any, rows: Sequence[int], starts: Sequence[int], tokens: Tensor, counts: Sequence[int]
+        self, state: Any, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> None:
-        """Show the free part alone the first counts[b] of tokens [B, S], which stand from starts[b] on.
+        """Show the free part alone the committed tokens[b], which stand from starts[b] on.
 
-        What it knows already is left out; `observe` will show it the same tokens once more.
+        What it knows already is left out: an interrupted round is done again, and `observe` shows it the same tokens.
         """
         ...
 

@@ -56,15 +56,16 @@ class LookupDrafter:
         self, state: Both, rows: Sequence[int], tokens: Tensor, taps: Tensor | None, counts: Sequence[int]
     ) -> None:
         self.other.observe(state.other, rows, tokens, taps, counts)  # first: it takes long, and may be interrupted
-        self.observe_free(state, rows, [state.shown[row] for row in rows], tokens, counts)
+        said = [ids[:count] for ids, count in zip(tokens.tolist(), counts, strict=True)]
+        self.observe_free(state, rows, [state.shown[row] for row in rows], said)
         for row, count in zip(rows, counts, strict=True):
             state.shown[row] += count
 
     def observe_free(
-        self, state: Both, rows: Sequence[int], starts: Sequence[int], tokens: Tensor, counts: Sequence[int]
+        self, state: Both, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> None:
-        for row, start, ids, count in zip(rows, starts, tokens.tolist(), counts, strict=True):
-            state.texts[row].extend(ids[:count], start)
+        for row, start, ids in zip(rows, starts, tokens, strict=True):
+            state.texts[row].extend(ids, start)
 
     def propose_free(self, state: Both, rows: Sequence[int], anchors: Tensor) -> Proposal:
         found = self.lookup.propose(state.texts, rows, anchors)

@@ -162,7 +162,8 @@ class Adaptive:
         ):
             kind = source, row.sampled
             survivals.append(self.calibration.survival(kind, sure[:top]))
-            self.ledger.note(row.slot, kind, ids[:top], sure[:top])
+            if top > 0:  # else there may be earlier ones whose fate is still open
+                self.ledger.note(row.slot, kind, ids[:top], sure[:top])
         current.costly = sources.count(COSTLY)
         passes = [self._seconds(width + 1) for width in range(max(tops) + 1)]
         drafting = self._seconds(0)

@@ -44,13 +44,13 @@ class Pair:
             self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
 
     def commit(
-        self, rows: Sequence[int], starts: Sequence[int], ids: Tensor, taps: Tensor | None, counts: Sequence[int]
+        self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], ids: Tensor, taps: Tensor | None
     ) -> None:
-        """The first counts[b] of ids [B, S], which stand from starts[b] on, are committed; taps [B, S, T, D]."""
+        """Tokens said[b], which stand from starts[b] on, are committed: the first of ids [B, S]; taps [B, S, T, D]."""
         if self.drafter is not None:
             if isinstance(self.drafter, PartlyFree):
-                self.drafter.observe_free(self.state, rows, starts, ids, counts)
-            self.backlog.add(rows, starts, ids, taps, counts)
+                self.drafter.observe_free(self.state, rows, starts, said)
+            self.backlog.add(rows, starts, ids, taps, [len(tokens) for tokens in said])
             self.catch_up(self.backlog.full(rows))
 
     def catch_up(self, rows: Sequence[int]) -> None:
@@ -122,14 +122,15 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
 
     # The one wait for the device: everything the host needs in one transfer.
     verdicts = torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1).tolist()
-    kept = [count + 1 for count, *_ in verdicts]  # the anchor and the accepted drafts; the next token is unread
-    pair.cache.truncate(rows, [start + count for start, count in zip(starts, kept, strict=True)])
+    # The anchor and the accepted drafts; the next token is unread.
+    said = [[request.anchor, *tokens[:count]] for request, (count, _, *tokens) in zip(requests, verdicts, strict=True)]
+    pair.cache.truncate(rows, [start + len(tokens) for start, tokens in zip(starts, said, strict=True)])
     results = [
         Verdict([*tokens[:count], following], width, asked)
         for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
     ]
     policy.learn([verdict.tokens for verdict in results])
-    pair.commit(rows, starts, block, out.taps, kept)
+    pair.commit(rows, starts, said, block, out.taps)
     return results
 
 
