@@ -100,7 +100,7 @@ def count(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, slots: in
     """Plain decoding's answers to the prompts' first turns, and the rounds in which each way would have given them."""
     from blockdraft.bench.choices import ARGMAX, COUPLED, INDEPENDENT
     from blockdraft.bench.rejection import chances, expected_rounds
-    from blockdraft.bench.replay import ReplayTarget, Told
+    from blockdraft.bench.replay import ReplayTarget, Told, greedy
     from blockdraft.cli.bench import room_for
     from blockdraft.cli.wiring import engine_arm, make_chat, make_engine
 
@@ -119,7 +119,7 @@ def count(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, slots: in
     ]
     for way in (ARGMAX, COUPLED):
         engine = make_engine(replay, llm.drafter, llm.tokenizer, room, slots, coupled=way == COUPLED)
-        again = engine_arm(way, engine).answer(asked, seeds)
+        again = engine_arm(way, engine).answer(asked, seeds if way == COUPLED else [greedy(params)] * len(asked))
         for one, answer, known in zip(counted, again, told, strict=True):
             assert answer.token_ids == known.answer, "a known answer"
             one["rounds"][way] = answer.rounds
