@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockdraft.bench.report import insert, note
+from blockdraft.bench.report import insert, on_what
 
 
 def prompts_at(level: int, limit: int) -> int:
@@ -43,8 +43,15 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
                 f"**{level['ratios']['drafted/plain']['total']:.2f}x**",
             ]
             lines.append("| " + " | ".join(cells) + " |")
-    notes = dict.fromkeys(f"{result['setup']['dataset']}: {note(result['setup'])}" for result in results)
+    notes = dict.fromkeys(_note(result["setup"]) for result in results)
     return "\n".join([*lines, "", *notes])
+
+
+def _note(setup: Mapping[str, Any]) -> str:
+    return (
+        f"Tokens per second, all tokens over all time, prefill included; {setup['dataset']}, {setup['target']} in "
+        f"{setup['dtype']}, up to {setup['params']['max_tokens']} tokens, {on_what(setup['machine'])}."
+    )
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
             *(_times(report["ratios"].get(f"drafted/{name}")) for name in ("plain", "hf")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    notes = dict.fromkeys(note(report["setup"]) for report in reports)
+    notes = dict.fromkeys(_note(report["setup"]) for report in reports)
     return "\n".join([*lines, "", *notes])
 
 
@@ -154,14 +154,19 @@ def _times(ratio: dict[str, Any] | None) -> str:
     return f"**{ratio['median']:.2f}x**" if ratio else ""
 
 
-def note(setup: dict[str, Any]) -> str:
-    """A line below a table: what was measured how."""
-    where, params = setup["machine"], setup["params"]
-    at_once = f"{setup['slots']} at once, " if isinstance(setup["slots"], int) else ""
+def _note(setup: dict[str, Any]) -> str:
     return (
         f"Tokens per second, median over prompts, prefill included; {setup['target']} in {setup['dtype']}, up to "
-        f"{params['max_tokens']} tokens, {at_once}{where['cpu']}, {where['threads']} threads, "
-        f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}."
+        f"{setup['params']['max_tokens']} tokens, {setup['slots']} at once, {on_what(setup['machine'])}."
+    )
+
+
+def on_what(measured: dict[str, Any]) -> str:
+    """What `machine` has told, as the end of a sentence."""
+    versions = measured["versions"]
+    return (
+        f"{measured['cpu']}, {measured['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}"
     )
 
 
