@@ -16,7 +16,7 @@ from tiny import EOS, VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 from blockdraft.config import DrafterConfig, EngineConfig, NgramConfig, SamplingParams
-from blockdraft.drafters.base import Drafter, Proposal
+from blockdraft.drafters.base import Drafter, PartlyFree, Proposal
 from blockdraft.drafters.block import BlockDrafter
 from blockdraft.drafters.chain import ChainDrafter
 from blockdraft.drafters.families import as_drafter, new_model
@@ -26,7 +26,7 @@ from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.adaptive import Adaptive
 from blockdraft.engine.costs import VerifyCosts
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.policy import Policy, Row, available
+from blockdraft.engine.policy import Ask, Policy, Row, available
 from blockdraft.engine.request import Request
 from blockdraft.targets.base import Target
 from blockdraft.targets.dense import DenseTarget
@@ -212,14 +212,15 @@ def trained_drafter(kind: str, block_size: int, member: str) -> BlockDrafter | C
 class Whim:
     """A policy that does as it likes: drafts for a while or not, and verifies any number of what there is."""
 
-    def __init__(self, limit: int, seed: int) -> None:
+    def __init__(self, limit: int, seed: int, partly_free: bool) -> None:
         self.limit, self.rng = limit, random.Random(seed)
-        self.drafts = True
+        self.asks = list(Ask) if partly_free else [Ask.NOBODY, Ask.ALL]
+        self.asked = Ask.ALL
 
-    def begin(self, rows: Sequence[Row]) -> bool:
+    def begin(self, rows: Sequence[Row]) -> Ask:
         if self.rng.random() < 0.3:
-            self.drafts = not self.drafts
-        return self.drafts
+            self.asked = self.rng.choice(self.asks)
+        return self.asked
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         return [self.rng.randint(0, top) for top in available(proposal, limits)]
@@ -228,10 +229,10 @@ class Whim:
         assert all(committed)
 
     def admit(self, slot: int) -> None:
-        self.drafts = slot % 2 == 0
+        self.asked = Ask.NOBODY if slot % 2 else Ask.ALL
 
 
-def watchful(limit: int, seed: int) -> Adaptive:
+def watchful(limit: int, seed: int, partly_free: bool) -> Adaptive:
     """The real policy among costs that are made up, by a clock that stumbles: it turns to and fro all the time."""
     rng = random.Random(seed)
     draft, wide = rng.choice((0.0, 0.05, 0.5)), rng.choice((1.0, 1.2, 3.0))
@@ -243,15 +244,17 @@ def watchful(limit: int, seed: int) -> Adaptive:
         now += rng.choice((0.1, 1.0, 2.0))
         return now
 
-    return Adaptive(limit, lambda: costs, clock)
+    return Adaptive(limit, lambda: costs, clock, partly_free)
 
 
-def run_case(case: Case, make_policy: Callable[[int, int], Policy] | None = None) -> list[Request]:
+def run_case(case: Case, make_policy: Callable[[int, int, bool], Policy] | None = None) -> list[Request]:
     """Run a case with its requests admitted in random order at random times; assert all that is promised."""
     rng = random.Random(case.seed)
     tokenizer = ByteTokenizer()
     drafter = make_drafter(case)
-    policy = make_policy(drafter.max_drafts, case.seed) if make_policy is not None else None
+    policy = None
+    if make_policy is not None:
+        policy = make_policy(drafter.max_drafts, case.seed, isinstance(drafter, PartlyFree))
     engine = Engine(target(case.kind), drafter, case.config, tokenizer, policy)  # type: ignore[arg-type]
     order = list(range(len(case.requests)))
     rng.shuffle(order)

@@ -33,6 +33,7 @@ def check_stats(request: Request) -> None:
     assert sum(stats.rounds_by_width) == stats.rounds >= stats.undrafted
     assert sum(width * rounds for width, rounds in enumerate(stats.rounds_by_width)) == stats.drafted
     assert stats.undrafted <= (stats.rounds_by_width or [0])[0], "a round without drafting verifies none"
+    assert stats.undrafted + stats.partly_drafted <= stats.rounds
     assert stats.tau == (stats.emitted / stats.rounds if stats.rounds else 0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from cases import trained_drafter
 from fakes import HashTarget, OracleDrafter
 from oracles import by_hand, check_stats
 
-from blockdraft.config import EngineConfig, SamplingParams
-from blockdraft.drafters.base import Proposal
+from blockdraft.config import EngineConfig, NgramConfig, SamplingParams
+from blockdraft.drafters.base import Drafter, Proposal
+from blockdraft.drafters.lookup import LookupDrafter
+from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine.backlog import LIMIT, Backlog
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.policy import Fixed, Row
+from blockdraft.engine.policy import Ask, Fixed, Row
 
 
 @pytest.mark.parametrize("with_taps", [True, False])
@@ -60,9 +63,9 @@ class Rests(Fixed):
         super().__init__(limit)
         self.every, self.rounds = every, 0
 
-    def begin(self, rows: list[Row]) -> bool:  # type: ignore[override]
+    def begin(self, rows: Sequence[Row]) -> Ask:
         self.rounds += 1
-        return self.rounds % self.every == 0
+        return Ask.NOBODY if self.rounds % self.every else Ask.ALL
 
 
 class Watched(OracleDrafter):
@@ -90,6 +93,37 @@ def test_a_drafter_that_rested_knows_everything(every: int, most: int) -> None:
     for request in requests:
         check_stats(request)
         assert request.stats.accepted == request.stats.drafted and (request.stats.drafted > 0) == (every < 1000)
+
+
+class OnlyFree(Fixed):
+    """Asks the free part and nobody else."""
+
+    def begin(self, rows: Sequence[Row]) -> Ask:  # always the same
+        return Ask.FREE
+
+
+def test_a_free_part_alone_drafts_as_it_would_without_the_other() -> None:
+    """Every count is that of a lookup by itself, while the one behind hears of everything and is never asked."""
+    target, params = HashTarget(), SamplingParams(max_tokens=200, ignore_eos=True)
+    prompts, settings = [[3, 4, 5], [6, 7], [3, 4, 5, 9]], NgramConfig(longest=3, shortest=1, max_drafts=5)
+    answers = [by_hand(target, prompt, params) for prompt in prompts]
+    behind = Watched(5, 61, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    behind.propose = None  # type: ignore[method-assign, assignment]
+    counts: list[list[dict[str, object]]] = []
+    pairs: list[tuple[Drafter, Fixed]] = [
+        (LookupDrafter(behind, settings), OnlyFree(5)),
+        (NgramDrafter(settings), Fixed(5)),
+    ]
+    for drafter, policy in pairs:
+        engine = Engine(target, drafter, EngineConfig(slots=2), policy=policy)
+        requests = [engine.add(prompt, params) for prompt in prompts]
+        engine.run()
+        assert [request.output_ids for request in requests] == answers
+        for request in requests:
+            check_stats(request)
+        counts.append([{**vars(one.stats), "partly_drafted": 0, "undrafted": 0} for one in requests])
+    assert counts[0] == counts[1] and min(one["drafted"] for one in counts[0]) > 100  # type: ignore[type-var]
+    assert max(behind.shown) >= LIMIT, "it is shown what it missed before too much waits"
 
 
 def test_late_is_as_good_as_at_once() -> None:

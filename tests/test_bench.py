@@ -270,7 +270,7 @@ def test_tables_and_readme(tmp_path: Path) -> None:
     assert len(report.render(result)) == 3 - (not result["arms"][1]["acceptance_by_position"])
     readme, results = tmp_path / "README.md", tmp_path / "r.json"
     report.save(result, results)
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    readme.write_text("before\n<!-- results: begin -->\nold\n<!-- results: end -->\nafter\n")
     report.update_readme(readme, [results])
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text

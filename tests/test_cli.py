@@ -56,7 +56,8 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("generate", "train", "regenerate", "bench", "ablate", "check", "export", "import", "command", "info"):
+    names = ("generate", "train", "regenerate", "bench", "choices", "ablate", "check", "export", "import", "command")
+    for name in (*names, "info"):
         code, out, _ = run(capsys, name, "--help")
         assert code == 0
         assert "Usage: blockdraft " + name in out
@@ -112,6 +113,13 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["bench", "--dataset", path + "/empty.jsonl"], "no prompts"),
         (["bench", "--arms", "plain,fast"], "--arms"),
         (["bench", "--slots", "2"], "no hf arm"),
+        (["bench", "--slots", "4,1"], "--slots 4,1: give a number, or several that rise"),
+        (["bench", "--slots", "1,4", "--arms", "plain"], "compares plain and drafted decoding"),
+        (["choices", "--temperatures", "0,1"], "--temperatures 0,1: give numbers above 0"),
+        (
+            ["choices", "--dataset", path + "/prompts.jsonl", "--drafter", "ngram"],
+            "whose drafts can be drawn by chance",
+        ),
         (["bench", "--limit", "0"], "--limit"),
         (["nonsense"], "nonsense"),
         (["generate", "x", "--nonsense"], "--nonsense"),

@@ -9,10 +9,11 @@ from test_block_drafter import FAMILY, drafter_config, member_config, random_mod
 from tiny import VOCAB, tiny_target
 
 from blockdraft.config import NgramConfig
+from blockdraft.drafters.base import COSTLY
 from blockdraft.drafters.block import BlockDrafter
 from blockdraft.drafters.head import probability
 from blockdraft.drafters.independent import IndependentDrafter
-from blockdraft.drafters.lookup import OTHER, TEXT, LookupDrafter
+from blockdraft.drafters.lookup import TEXT, LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
 
 
@@ -85,8 +86,8 @@ def test_what_a_lookup_and_another_drafter_say_is_kept_apart() -> None:
     drafter.observe(state, [0], torch.tensor([[1, 2, 3, 1, 2]]), taps, [5])
     drafter.observe(state, [1], torch.tensor([[1, 2, 4, 5, 6]]), taps, [5])
     both = drafter.propose(state, [0, 1], torch.tensor([3, 3]))
-    assert both.sources == [TEXT, OTHER] and both.confidence is not None
+    assert both.sources == [TEXT, COSTLY] and both.confidence is not None
     assert both.confidence[0].tolist() == [1 - 0.5**3] * 3
     assert both.confidence[1].isnan().all(), "it does not say"
     assert drafter.propose(state, [0], torch.tensor([3])).sources == [TEXT]
-    assert drafter.propose(state, [1], torch.tensor([3])).sources in (None, [OTHER])
+    assert drafter.propose(state, [1], torch.tensor([3])).sources in (None, [COSTLY])

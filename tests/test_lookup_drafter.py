@@ -54,3 +54,41 @@ def test_each_row_drafts_as_one_of_the_two_would_alone() -> None:
         for one, state in zip((drafter, text, alone), states, strict=True):
             one.observe(state, rows, tokens, taps, counts)
     assert from_text > 30 and silent > 30
+
+
+def test_the_text_may_be_ahead_of_the_other() -> None:
+    """Shown at once, shown again, or late: the text is the same, and the other one drafts from what it was shown."""
+    settings, rng = NgramConfig(longest=3, shortest=2), random.Random(1)
+    drafters = [LookupDrafter(Counting(4, VOCAB), settings) for _ in range(2)]
+    ahead, at_once = (drafter.new_state(2, 64) for drafter in drafters)
+    waiting: dict[int, list[int]] = {0: [], 1: []}
+    lengths, found = [0, 0], 0
+    for step in range(120):
+        rows = rng.sample(range(2), rng.randint(1, 2))
+        said = [[rng.randrange(3) for _ in range(rng.randint(1, 3))] for _ in rows]
+        for _ in range(1 + (step % 7 == 0)):  # an interrupted round is done again
+            drafters[0].observe_free(ahead, rows, [lengths[row] for row in rows], said)
+        for row, ids in zip(rows, said, strict=True):
+            drafters[1].observe(at_once, [row], torch.tensor([ids]), torch.zeros(1, len(ids), 2, 3), [len(ids)])
+            waiting[row] += ids
+            lengths[row] += len(ids)
+        free = drafters[0].propose_free(ahead, [0, 1], torch.tensor([1, 2]))
+        alone = drafters[1].propose_free(at_once, [0, 1], torch.tensor([1, 2]))
+        assert torch.equal(free.tokens, alone.tokens) and free.counts == alone.counts and free.sources == [1, 1]
+        assert [text.ids for text in ahead.texts] == [text.ids for text in at_once.texts]
+        found += sum(free.counts or [])
+        if step % 10 == 9:
+            for row, ids in waiting.items():
+                assert ids, "or it says little"
+                drafters[0].observe(ahead, [row], torch.tensor([ids]), torch.zeros(1, len(ids), 2, 3), [len(ids)])
+                waiting[row] = []
+            assert ahead.other == at_once.other and ahead.shown == lengths
+            both = [
+                one.propose(s, [0, 1], torch.tensor([1, 2])) for one, s in zip(drafters, (ahead, at_once), strict=True)
+            ]
+            assert torch.equal(both[0].tokens, both[1].tokens)
+            row = rng.randrange(2)
+            for drafter, state in zip(drafters, (ahead, at_once), strict=True):
+                drafter.reset(state, row)
+            waiting[row], lengths[row] = [], 0
+    assert found > 100

@@ -72,12 +72,16 @@ def test_answers_drafted_by_chains_are_the_targets_own(drafter: str) -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_whatever_decides_how_much_is_verified(policy: Any, part: int) -> None:
     """Drafting that stops and starts, and any width from round to round: at every temperature, among neighbours."""
-    total = RequestStats()
+    total, alone = RequestStats(), RequestStats()
     for seed in range(1000 + part * 30, 1030 + part * 30):
-        for request in run_case(make_case(seed), policy):
+        case = make_case(seed)
+        for request in run_case(case, policy):
             total.add(request.stats)
+        for request in run_case(replace(case, drafter="lookup"), policy):
+            alone.add(request.stats)
     assert total.accepted > 30 and sum(rounds > 0 for rounds in total.rounds_by_width) > 8
     assert total.undrafted > 100 and total.rounds - total.undrafted > 150, "both ways were tried"
+    assert alone.partly_drafted > 50 and alone.accepted > 5, "and the free part alone"
 
 
 def test_the_cases_reach_what_they_are_meant_to() -> None:

@@ -13,7 +13,7 @@ from blockdraft.drafters.base import Proposal
 from blockdraft.engine import adaptive as adaptive_room
 from blockdraft.engine.adaptive import Adaptive, Habit
 from blockdraft.engine.costs import VerifyCosts
-from blockdraft.engine.policy import Fixed, Row, best_width, expected_tokens
+from blockdraft.engine.policy import Ask, Fixed, Row, best_width, expected_tokens
 
 K = 7
 FLAT = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 1.7), (2.0, 8.0)), ((0.0, 0.0), (0.0, 0.0)), (0.4, 0.8))
@@ -69,7 +69,8 @@ def test_a_fixed_width_asks_nothing_of_confidence_or_time() -> None:
     proposal = Proposal(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5), counts=[5, 3])
     for limit in (0, 2, 5):
         policy = Fixed(limit)
-        assert policy.begin([Row(0, 9, False)] * 2) == (limit > 0) and policy.limit == limit
+        assert policy.begin([Row(0, 9, False)] * 2) is (Ask.ALL if limit > 0 else Ask.NOBODY)
+        assert policy.limit == limit
         limits = [min(limit, 4), limit]
         assert policy.widths(proposal, limits) == [min(limit, 4), min(limit, 3)]
         policy.learn([[1], [1]])
@@ -84,13 +85,17 @@ class World:
 
     policy: Adaptive
     now: float = 0.0
+    found: float = 0.0  # how often the free part has something
+    free_right: float = 0.8
+    catching_up: float = 0.0  # seconds for each of the last rounds that the drafter was not asked in
+    asked: list[Ask] = field(default_factory=list)
     right: Callable[[int], float] = lambda k: 0.8
     told: Callable[[int], float] | None = None
     costs: VerifyCosts = FLAT
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     plain: float = 0.0
     widths: list[int | None] = field(default_factory=list)
-    position: int = 0
+    missed: int = 0
 
     def play(self, rounds: int, rows: int = 1) -> float:
         """Plain time over this time, for the tokens of so many rounds: above 1 is faster than plain decoding."""
@@ -101,14 +106,25 @@ class World:
 
     def round(self, rows: list[Row]) -> None:
         asked = self.policy.begin(rows)
+        self.asked.append(asked)
         widths, fates = [0] * len(rows), [[False] * K for _ in rows]
-        if asked:
-            self.now += self.costs.draft(len(rows))
-            fates = [[self.rng.random() < self.right(k) for k in range(K)] for _ in rows]
+        if asked is Ask.ALL:
+            self.now += self.catching_up * min(self.missed, 64)
+        self.missed = 0 if asked is Ask.ALL else self.missed + 1
+        if asked is not Ask.NOBODY:
+            found = [self.rng.random() < self.found for _ in rows]
+            if asked is Ask.ALL and not all(found):
+                self.now += self.costs.draft(found.count(False))
+            fates = [
+                [self.rng.random() < (self.free_right if text else self.right(k)) for k in range(K)] for text in found
+            ]
             told = self.told if self.told is not None else self.right
-            confidence = torch.tensor([[told(k) for k in range(K)] for _ in rows])
+            confidence = torch.tensor([[0.875 if text else told(k) for k in range(K)] for text in found])
+            counts = [K if text or asked is Ask.ALL else 0 for text in found]
+            sources = [1 if text or asked is Ask.FREE else 0 for text in found]
             # A draft that is right is token 1 (all the target ever says), a wrong one 0.
-            widths = self.policy.widths(Proposal(torch.tensor(fates).long(), confidence), [K] * len(rows))
+            proposal = Proposal(torch.tensor(fates).long(), confidence, counts, sources)
+            widths = self.policy.widths(proposal, [K] * len(rows))
         committed = []
         for width, fate in zip(widths, fates, strict=True):
             kept = 0
@@ -117,12 +133,12 @@ class World:
             committed.append([1] * (kept + 1))
         self.now += self.costs.verify(len(rows), max(widths) + 1, 100)
         self.plain += self.costs.verify(len(rows), 1, 100) * sum(map(len, committed)) / len(rows)
-        self.widths.append(max(widths) if asked else None)
+        self.widths.append(max(widths) if asked is Ask.ALL else None)
         self.policy.learn(committed)
 
 
-def world(costs: VerifyCosts = FLAT, believed: VerifyCosts = FLAT) -> World:
-    made = World(Adaptive(K, lambda: believed), costs=costs)
+def world(costs: VerifyCosts = FLAT, believed: VerifyCosts = FLAT, partly_free: bool = False) -> World:
+    made = World(Adaptive(K, lambda: believed, partly_free=partly_free), costs=costs)
     made.policy.clock = lambda: made.now
     return made
 
@@ -227,12 +243,70 @@ def test_a_machine_that_slows_down_changes_nothing() -> None:
 
 def test_rows_without_room_or_drafts_verify_none() -> None:
     policy = Adaptive(K, lambda: FLAT, clock=iter(range(100)).__next__)
-    assert policy.begin([Row(0, 5, False), Row(1, 5, True), Row(2, 5, False)])
+    assert policy.begin([Row(0, 5, False), Row(1, 5, True), Row(2, 5, False)]) is Ask.ALL
     proposal = Proposal(torch.ones(3, 4, dtype=torch.long), torch.full((3, 4), 0.999), counts=[4, 0, 4])
     widths = policy.widths(proposal, [2, 7, 0])
     assert widths[1:] == [0, 0] and widths[0] <= 2
     policy.learn([[1], [1], [1]])
-    assert policy.begin([Row(0, 5, False)])
+    assert policy.begin([Row(0, 5, False)]) is Ask.ALL
     silent = Proposal(torch.ones(1, 0, dtype=torch.long), counts=[0])
     assert policy.widths(silent, [7]) == [0]
     policy.learn([[1]])
+
+
+# --- a part that is free ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_free_part_goes_on_while_the_rest_rests(rows: int) -> None:
+    """Texts that repeat themselves: what is found is verified, though the drafter behind it is not asked."""
+    gains = []
+    for partly_free in (True, False):
+        here = world(partly_free=partly_free)
+        here.right, here.told, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.98
+        here.found = (0.2 if rows == 1 else 0.9) if partly_free else 0.0
+        here.play(100, rows)
+        gains.append(here.play(1000, rows))
+        late = here.asked[-500:]
+        assert late.count(Ask.ALL) < 40 and (late.count(Ask.FREE) > 400) == partly_free
+    assert gains[0] > 1.2 > 1.0 > gains[1] > 0.985, "and without it, plain decoding is all that is left"
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_free_part_that_is_wrong_costs_next_to_nothing(rows: int) -> None:
+    """It says that it is sure; what is free to ask is not free to verify."""
+    here = world(partly_free=True)
+    here.right, here.told, here.found, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.5, 0.05
+    assert here.play(256, rows) > 0.96
+    assert here.play(1000, rows) > 0.985
+
+
+def test_a_free_part_is_watched_where_costs_are_wrong() -> None:
+    """Wide passes are dearer than believed: what should pay by the table does not, and is left alone."""
+    dear = VerifyCosts((1, 8), (1, 8), 64, ((1.0, 6.0), (2.0, 24.0)), FLAT.per_context, FLAT.drafting)
+    here = world(costs=dear, partly_free=True)
+    here.right, here.told, here.found, here.free_right = lambda k: 0.05, lambda k: 0.5, 0.6, 0.6
+    here.play(200)
+    assert here.play(1000) > 0.98
+
+
+def test_the_rest_is_measured_against_the_free_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that is better than nothing and worse than lookup alone is left to rest."""
+
+    def free_rounds() -> int:
+        here = world(partly_free=True)
+        here.right, here.told, here.found, here.free_right = lambda k: 0.3, lambda k: 0.3, 0.7, 0.95
+        here.play(800, 2)
+        return here.asked[-400:].count(Ask.FREE)
+
+    assert free_rounds() > 250
+    monkeypatch.setattr(adaptive_room, "expected_tokens", lambda survivals, width: 0.0)
+    assert free_rounds() < 50, "control: next to nothing, it looks good"
+
+
+def test_catching_up_is_counted() -> None:
+    """A try after a long rest costs more than drafting does, and by that much it is made up for."""
+    here = world()
+    here.right, here.told, here.catching_up = lambda k: 0.02, lambda k: 0.5, 0.05
+    here.play(100)
+    assert here.play(3000) > 0.98

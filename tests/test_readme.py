@@ -103,7 +103,7 @@ def test_every_option_that_is_mentioned_exists(capsys: pytest.CaptureFixture[str
     helps = {}
     for path in TEXTS:
         for words in re.findall(
-            r"blockdraft (generate|train|regenerate|bench|ablate|check|export|import|command)([^\n`]*)",
+            r"blockdraft (generate|train|regenerate|bench|choices|ablate|check|export|import|command)([^\n`]*)",
             path.read_text(encoding="utf-8"),
         ):
             if words[0] not in helps:

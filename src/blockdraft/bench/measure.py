@@ -29,6 +29,7 @@ class Answer:
     accepted_by_position: tuple[int, ...] = ()  # rounds in which drafts 1..k were all right
     rounds_by_width: tuple[int, ...] = ()  # [k]: rounds that verified k drafts
     undrafted: int = 0  # rounds for which the drafter was not asked
+    partly_drafted: int = 0  # rounds for which only its free part was
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from rich.table import Table
 from blockdraft import __version__
 from blockdraft.text import write_whole
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -118,22 +117,27 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
             *(_times(report["ratios"].get(f"drafted/{name}")) for name in ("plain", "hf")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    notes = [_note(setup) for setup in {_note(r["setup"]): r["setup"] for r in reports}.values()]
+    notes = dict.fromkeys(_note(report["setup"]) for report in reports)
     return "\n".join([*lines, "", *notes])
 
 
 def update_readme(readme: Path, results: Sequence[Path]) -> None:
     """Put the table of some results between the README's markers.  Raises ValueError if it has none."""
-    text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{readme}: no lines '{BEGIN}' and '{END}'")
-    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     reports = [load(path) for path in results]
     for path, report in zip(results, reports, strict=True):
         if not report["complete"]:
             raise ValueError(f"{path}: the benchmark was not finished")
-    table = markdown(reports)
-    readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
+    insert(readme, "results", markdown(reports))
+
+
+def insert(document: Path, name: str, table: str) -> None:
+    """Put a table between a document's markers of that name.  Raises ValueError if it has none."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = document.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{document}: no lines '{begin}' and '{end}'")
+    head, tail = text.partition(begin)[0], text.partition(end)[2]
+    document.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
 
 
 def _identical(arm: dict[str, Any]) -> str:
@@ -151,11 +155,18 @@ def _times(ratio: dict[str, Any] | None) -> str:
 
 
 def _note(setup: dict[str, Any]) -> str:
-    where, params = setup["machine"], setup["params"]
     return (
         f"Tokens per second, median over prompts, prefill included; {setup['target']} in {setup['dtype']}, up to "
-        f"{params['max_tokens']} tokens, {setup['slots']} at once, {where['cpu']}, {where['threads']} threads, "
-        f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}."
+        f"{setup['params']['max_tokens']} tokens, {setup['slots']} at once, {on_what(setup['machine'])}."
+    )
+
+
+def on_what(measured: dict[str, Any]) -> str:
+    """What `machine` has told, as the end of a sentence."""
+    versions = measured["versions"]
+    return (
+        f"{measured['cpu']}, {measured['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}"
     )
 
 

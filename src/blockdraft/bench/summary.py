@@ -85,6 +85,7 @@ def _summarise_arm(
         "rounds": sum(answer.rounds for answer in answers),
         "rounds_by_width": rounds_by_width(answers),
         "rounds_without_drafting": sum(answer.undrafted for answer in answers),
+        "rounds_with_the_free_part": sum(answer.partly_drafted for answer in answers),
         "identical": all(same) if same and arm.name != reference else None,
         "identical_answers": sum(same),
         "compared_answers": len(same),

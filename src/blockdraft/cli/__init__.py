@@ -17,6 +17,7 @@ from blockdraft.cli import (
     ablate,
     bench,
     check,
+    choices,
     doctor,
     export,
     generate,
@@ -43,6 +44,7 @@ app.command("generate")(generate.command)
 app.command("train")(train.command)
 app.command("regenerate")(regenerate.command)
 app.command("bench")(bench.command)
+app.command("choices")(choices.command)
 app.command("ablate")(ablate.command)
 app.command("doctor")(doctor.command)
 app.command("check")(check.command)

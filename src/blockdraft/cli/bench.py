@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdraft.cli.concurrency import parse_slots, run_levels
 from blockdraft.cli.options import (
     DeviceOption,
     DrafterOption,
@@ -52,7 +53,7 @@ def command(
     temperature: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option(help="Prompt i is sampled with seed + i.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each arm per prompt; the median counts.", min=1)] = 1,
-    slots: Annotated[int, typer.Option(help="Prompts answered at once.", min=1)] = 1,
+    slots: Annotated[str, typer.Option(help="Prompts answered at once; several, 1,4,8: compare them.")] = "1",
     verify_width: VerifyWidthOption = "auto",
     coupled: Annotated[
         bool, typer.Option(help="Draft by the noise of the target's choices; else what is likeliest.")
@@ -64,19 +65,25 @@ def command(
     ] = None,
 ) -> None:
     """Measure tokens per second, acceptance length and whether every answer is the same."""
+    from blockdraft.bench.concurrency import prompts_at
     from blockdraft.bench.prompts import load_prompts
     from blockdraft.config import SamplingParams
 
     names, width = [name.strip() for name in arms.split(",") if name.strip()], parse_verify_width(verify_width)
     if not names or set(names) - set(ARMS) or len(set(names)) != len(names):
         raise ValueError(f"--arms {arms}: give some of {','.join(ARMS)}, each once")
-    if slots > 1 and "hf" in names:
+    levels = parse_slots(slots)
+    if max(levels) > 1 and "hf" in names:
         raise ValueError("--slots above 1 has no hf arm: leave it out with --arms plain,drafted")
+    if len(levels) > 1 and names != ["plain", "drafted"]:
+        raise ValueError(f"--slots {slots} compares plain and drafted decoding: give --arms plain,drafted")
     params = SamplingParams.parse({"max_tokens": max_tokens, "temperature": temperature, "seed": seed}, "bench")
-    prompts = load_prompts(dataset, data_dir, limit)
-    path = output if output is not None else Path("results") / f"bench-{Path(dataset).stem}-t{temperature:g}.json"
+    asked = limit if limit is None or len(levels) == 1 else max(prompts_at(level, limit) for level in levels)
+    prompts = load_prompts(dataset, data_dir, asked)
+    kind = "bench" if len(levels) == 1 else "concurrency"
+    path = output if output is not None else Path("results") / f"{kind}-{Path(dataset).stem}-t{temperature:g}.json"
 
-    from blockdraft.cli.wiring import load, make_chat, prepare
+    from blockdraft.cli.wiring import load, make_chat, make_engine, prepare
     from blockdraft.drafters.names import parse_drafter
 
     chosen = parse_drafter(drafter) if "drafted" in names else None
@@ -95,7 +102,7 @@ def command(
         loaded,
         chosen,
         tokenizer=tokenizer,
-        slots=slots,
+        slots=levels[0],
         capacity=room,
         verify_width=width,
         coupled=coupled,
@@ -111,14 +118,24 @@ def command(
         "dtype": str(llm.target.info.dtype).removeprefix("torch."),
         "drafter": describe_drafter(chosen, llm),
         "repeats": repeats,
-        "slots": slots,
+        "slots": levels if len(levels) > 1 else levels[0],
         "verify_width": width,
         "coupled": coupled,
         "machine": machine(),
     }
-    llm.engine.prepare()  # what is measured once for a machine is no part of anybody's time
-    contenders = [make_arm(name, llm, target, room, slots, params) for name in names]
-    run(prompts, contenders, chat, params, repeats, slots, setup, path, make_margin(llm, room))
+
+    def contenders(level: int) -> list[Arm]:
+        if level != levels[0]:
+            parts = llm.engine.prefill_tokens
+            llm.engine = make_engine(llm.target, llm.drafter, tokenizer, room, level, width, coupled, parts)
+        llm.engine.prepare()  # what is measured once for a machine is no part of anybody's time
+        return [make_arm(name, llm, target, room, level, params) for name in names]
+
+    margin = make_margin(llm, room)
+    if len(levels) > 1:
+        run_levels(prompts, levels, limit or len(prompts), contenders, chat, params, repeats, setup, path, margin)
+    else:
+        run(prompts, contenders(levels[0]), chat, params, repeats, levels[0], setup, path, margin)
 
 
 def room_for(prompts: Sequence[Prompt], chat: Chat, max_tokens: int) -> int:

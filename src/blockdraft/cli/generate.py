@@ -138,8 +138,9 @@ def describe_rounds(output: Output) -> str:
     """How the drafts fared: tau, how many were verified per round, and rounds without drafting if there were any."""
     stats = output.stats
     mean = stats.drafted / stats.rounds if stats.rounds else 0.0
-    without = f" ({stats.undrafted} of {stats.rounds} rounds without drafting)" if stats.undrafted else ""
-    return f", tau {stats.tau:.2f}, {mean:.1f} drafts verified per round{without}"
+    kinds = ((stats.undrafted, "without drafting"), (stats.partly_drafted, "with lookup alone"))
+    rested = ", ".join(f"{count} of {stats.rounds} rounds {kind}" for count, kind in kinds if count)
+    return f", tau {stats.tau:.2f}, {mean:.1f} drafts verified per round{f' ({rested})' if rested else ''}"
 
 
 def print_pieces(pieces: Generator[Piece, None, Output], show_accepted: bool) -> Output:

@@ -85,6 +85,7 @@ def make_engine(
     capacity: int,
     slots: int = 1,
     verify_width: int | Literal["auto"] | None = None,
+    coupled: bool = False,
     prefill_tokens: int | None = None,
 ) -> Engine:
     """An engine of its own for a target that others may use too.
@@ -95,7 +96,7 @@ def make_engine(
     from blockdraft.engine.engine import Engine
 
     values = {"slots": slots, "capacity": max(capacity, 8)}
-    values |= {"verify_width": verify_width, "prefill_tokens": prefill_tokens}
+    values |= {"verify_width": verify_width, "coupled": coupled, "prefill_tokens": prefill_tokens}
     return Engine(target, drafter, EngineConfig.parse(values, "engine"), tokenizer)
 
 
@@ -115,6 +116,7 @@ def engine_arm(name: str, engine: Engine) -> Arm:
                 accepted_by_position=tuple(request.stats.accepted_by_position),
                 rounds_by_width=tuple(request.stats.rounds_by_width),
                 undrafted=request.stats.undrafted,
+                partly_drafted=request.stats.partly_drafted,
             )
             for request in requests
         ]

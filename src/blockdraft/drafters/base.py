@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,13 +52,17 @@ class Lender(Protocol):
         ...
 
 
+COSTLY = 0  # among the sources of drafts: what takes time to ask
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Drafted tokens [B, K] for the positions after the anchors.
 
     confidence [B, K] is how probable the drafter itself finds each, given those before it; NaN or None: it does not
     say.  It chooses how much is verified and need not be true.  Confidences of one source are comparable: sources[b]
-    says which of a drafter's several ones row b's drafts are from; None: there is one.
+    says which of a drafter's several ones row b's drafts are from, `COSTLY` or any other number for one that is free;
+    None: all are from the costly one.
     Of row b, the first counts[b] are drafts and the rest are padding that is never verified; None: all K are.
     K may be less than `max_drafts`, and 0 where there is nothing to draft.
     """
@@ -100,4 +104,25 @@ class Drafter(Protocol):
 
         The anchor of a row stands at position (tokens observed so far); nothing is committed by this call.
         """
+        ...
+
+
+@runtime_checkable
+class PartlyFree(Protocol):
+    """What a drafter has besides if a part of it costs next to nothing to ask, and needs no taps.
+
+    The engine shows that part at once what is committed, and may ask it alone for as long as the whole does not pay.
+    """
+
+    def observe_free(
+        self, state: Any, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Show the free part alone the committed tokens[b], which stand from starts[b] on.
+
+        What it knows already is left out: an interrupted round is done again, and `observe` shows it the same tokens.
+        """
+        ...
+
+    def propose_free(self, state: Any, rows: Sequence[int], anchors: Tensor) -> Proposal:
+        """What the free part alone drafts after anchors [B]."""
         ...

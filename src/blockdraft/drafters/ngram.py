@@ -27,9 +27,14 @@ class Text:
         self.ids: list[int] = []
         self.ends: dict[tuple[int, ...], int] = {}
 
-    def extend(self, ids: Sequence[int]) -> None:
-        """Commit tokens; each costs one entry per length of n-gram."""
-        for token in ids:
+    def extend(self, ids: Sequence[int], start: int | None = None) -> None:
+        """Commit tokens; each costs one entry per length of n-gram.
+
+        start: where the first of them stands, if some may be known; those are left out.
+        """
+        known = 0 if start is None else len(self.ids) - start
+        assert known >= 0, "a text has no gaps"
+        for token in ids[known:]:
             self.ids.append(token)
             end = len(self.ids)
             for length in range(self.config.shortest, min(self.config.longest, end) + 1):

@@ -1,5 +1,7 @@
 """The policy that watches its costs: as many drafts as pay, and none at all where drafting does not.
 
+A drafter may have a part that is free to ask (see `PartlyFree`).  Where the whole does not pay, that part is still
+asked, and what it finds is verified where that pays.
 Only widths depend on time; the tokens are the target's own choices whatever is verified.
 Letters: B rows, K drafts.
 """
@@ -8,14 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from blockdraft.drafters.base import Proposal
+from blockdraft.drafters.base import COSTLY, Proposal
 from blockdraft.engine.calibration import Calibration, Ledger
 from blockdraft.engine.costs import Pace, VerifyCosts
 from blockdraft.engine.means import Mean
-from blockdraft.engine.policy import Row, available, best_width
+from blockdraft.engine.policy import Ask, Row, available, best_width, expected_tokens
 
 FIRST_WAIT = 8  # rounds until the other way is tried, doubled each time
 LONGEST_WAIT = {False: 64, True: 256}  # by whether drafting pays
@@ -23,15 +25,16 @@ MEMORY = 20.0  # drafted rounds that say whether drafting pays
 ENOUGH = 3.0  # of them, to say it
 PROBE = 2.0  # of them that count when drafting is tried again
 TOLERANCE = 0.01  # of a plain round: a loss too small to stop drafting for
-INTEREST = 0.01  # of a plain round: what each of them earns for trying to draft again
-CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth
-DEEPEST = 1.0  # plain rounds of loss that are remembered
+INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to draft again
+CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
+DEEPEST = 2.0  # plain rounds of loss that are remembered
 
 
 @dataclass
 class Habit:
     """Whether drafting pays for some number of rows, from tokens per row and costs (in plain rounds) of such rounds.
 
+    There is one for the whole drafter, and one for verifying what its free part finds by itself.
     After `left` more rounds the other way is tried once: drafting, where it did not pay, to see whether it does now;
     a plain round, where it does, to know what that costs.  If that changes nothing, the next try waits twice as long.
     """
@@ -82,114 +85,159 @@ class Habit:
 
 @dataclass
 class Round:
-    """A round under way: when its pass began, and what it cost to draft for it (None: the drafter was not asked)."""
+    """A round under way: when its pass began, and what asking for drafts was like.
+
+    `drafting` are the seconds that it took, `costly` the rows for which not only the free part was asked, `instead`
+    the tokens of a row that the free part alone should have given in the time of a plain round.
+    """
 
     rows: Sequence[Row]
+    asked: Ask
     began: float
     width: int = 0
-    drafting: float | None = None
+    drafting: float = 0.0
+    costly: int = 0
+    instead: float = 1.0
 
     @property
     def context(self) -> int:
         """Tokens before the pass, by the mean of the rows."""
         return sum(row.context for row in self.rows) // len(self.rows)
 
+    @property
+    def part(self) -> Ask:
+        """What it tells of: the whole drafter, what its free part found, or plain decoding."""
+        if self.costly > 0:
+            return Ask.ALL
+        return Ask.FREE if self.width > 0 else Ask.NOBODY
+
 
 class Adaptive:
     """Verifies what gives the most tokens per second, and stops drafting for as long as that gives more.
 
-    `measure` is asked for the costs once, before the first round; `clock` gives seconds.
+    `measure` is asked for the costs once, before the first round; `clock` gives seconds; `partly_free`: the drafter
+    has a part that may be asked alone.
     """
 
     def __init__(
-        self, limit: int, measure: Callable[[], VerifyCosts], clock: Callable[[], float] = time.perf_counter
+        self,
+        limit: int,
+        measure: Callable[[], VerifyCosts],
+        clock: Callable[[], float] = time.perf_counter,
+        partly_free: bool = False,
     ) -> None:
         self.limit = limit
-        self.measure, self.clock = measure, clock
+        self.measure, self.clock, self.partly_free = measure, clock, partly_free
         self.costs: VerifyCosts | None = None
         self.pace, self.calibration, self.ledger = Pace(), Calibration(), Ledger()
-        self.habits: dict[int, Habit] = {}
+        self.habits: dict[tuple[Ask, int], Habit] = {}
         self.debt = -CREDIT  # plain rounds that trying to draft has cost, and plain rounds have not earned back
         self._round: Round | None = None
-        self._drafted_before = True
+        self._shown_before = True  # the drafter has less than a round to catch up with
 
     def prepare(self) -> None:
         """Learn the costs now, if they are not known."""
         if self.costs is None:
             self.costs = self.measure()
 
-    def begin(self, rows: Sequence[Row]) -> bool:
+    def begin(self, rows: Sequence[Row]) -> Ask:
         self.prepare()
-        drafts = self._habit(len(rows)).next(self.debt)
-        self._round = Round(rows, began=self.clock())
-        return drafts
+        whole, asked = self._habit(Ask.ALL, len(rows)), Ask.NOBODY
+        if whole.next(self.debt):
+            asked = Ask.ALL
+        elif self.partly_free and not whole.pays:
+            asked = Ask.FREE
+        self._round = Round(rows, asked, began=self.clock())
+        return asked
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         current = self._current()
         current.drafting = self.clock() - current.began
-        tops = available(proposal, limits)
-        kinds, confidences = _said(proposal, current.rows)
-        tokens = proposal.tokens.tolist()
-        survivals = []
-        for row, kind, sure, ids, top in zip(current.rows, kinds, confidences, tokens, tops, strict=True):
-            survivals.append(self.calibration.survival(kind, sure[:top]))
-            self.ledger.note(row.slot, kind, ids[:top], sure[:top])
-        drafting = self._seconds(0)
-        seconds = [drafting + self._seconds(width + 1) for width in range(max(tops) + 1)]
-        current.width = best_width(survivals, seconds)
         current.began += current.drafting  # the pass begins; deciding is part of it
+        tops = available(proposal, limits)
+        sources = proposal.sources if proposal.sources is not None else [COSTLY] * len(tops)
+        survivals = []
+        for row, source, sure, ids, top in zip(
+            current.rows, sources, _said(proposal, len(tops)), proposal.tokens.tolist(), tops, strict=True
+        ):
+            kind = source, row.sampled
+            survivals.append(self.calibration.survival(kind, sure[:top]))
+            if top > 0:  # else there may be earlier ones whose fate is still open
+                self.ledger.note(row.slot, kind, ids[:top], sure[:top])
+        current.costly = sources.count(COSTLY)
+        passes = [self._seconds(width + 1) for width in range(max(tops) + 1)]
+        drafting = self._seconds(0)
+        current.width = best_width(survivals, [drafting + seconds for seconds in passes])
+        free = self._habit(Ask.FREE, len(tops))
+        if current.costly == 0:
+            if current.width > 0 and not free.next(self.debt):
+                current.width = 0
+        elif free.pays:
+            alone = [[] if source == COSTLY else row for source, row in zip(sources, survivals, strict=True)]
+            width = best_width(alone, passes)
+            current.instead = expected_tokens(alone, width) / len(tops) * passes[0] / passes[width]
         return [min(current.width, top) for top in tops]
 
     def learn(self, committed: Sequence[Sequence[int]]) -> None:
         current, self._round = self._current(), None
         assert self.costs is not None, "known since the round began"
-        rows, context = len(current.rows), current.context
-        taken, tokens = self.clock() - current.began, current.width + 1
-        self.pace.learn(rows, tokens, taken / self.costs.verify(rows, tokens, context))
+        rows, tokens = len(current.rows), current.width + 1
+        taken = self.clock() - current.began
+        self.pace.learn(rows, tokens, taken / self.costs.verify(rows, tokens, current.context))
         for row, ids in zip(current.rows, committed, strict=True):
             for judged in self.ledger.judge(row.slot, ids):
                 self.calibration.learn(*judged)
-        if current.drafting is None:
+        if current.part is Ask.NOBODY:
             self.debt = max(self.debt - INTEREST, min(self.debt, 0.0))
         else:
-            drafting = self.costs.draft(rows)
-            if self._drafted_before and drafting > 0:  # else the drafter had to catch up first
-                self.pace.learn(rows, 0, current.drafting / drafting)
-            gained = sum(len(ids) for ids in committed) / rows
-            cost = (self._seconds(0, current) + self._seconds(tokens, current)) / self._seconds(1, current)
-            self._habit(rows).learn(gained, cost / self.pace.dearer(rows), self.pace.dearer(rows))
-            self.debt = min(max(self.debt + cost - gained, min(self.debt, 0.0)), DEEPEST)
-        self._drafted_before = current.drafting is not None
+            self._judge(current, sum(len(ids) for ids in committed) / rows)
+        self._shown_before = current.asked is Ask.ALL
+
+    def _judge(self, current: Round, gained: float) -> None:
+        """Learn from a round that verified drafts or had the costly part asked; it gave `gained` tokens per row."""
+        assert self.costs is not None, "known since the round began"
+        rows, plain = len(current.rows), self._seconds(1, current)
+        measured = self.costs.draft(current.costly) if current.costly else 0.0
+        if self._shown_before and measured > 0:  # else the drafter had to catch up first
+            self.pace.learn(rows, 0, current.drafting / measured)
+        verifying, dearer = self._seconds(current.width + 1, current) / plain, self.pace.dearer(rows)
+        cost = (self._seconds(0, current) / plain + verifying) * current.instead
+        self._habit(current.part, rows).learn(gained, cost / dearer, dearer)
+        # What trying costs is what it did cost, catching up included.
+        lost = verifying + current.drafting / (plain * self.pace.speed) - gained
+        self.debt = min(max(self.debt + lost, -CREDIT), DEEPEST)
 
     def admit(self, slot: int) -> None:
         self.ledger.forget(slot)
-        for rows, habit in self.habits.items():
+        for (_, rows), habit in self.habits.items():
             habit.refresh(rows)
 
     def _current(self) -> Round:
         assert self._round is not None, "a round has begun"
         return self._round
 
-    def _habit(self, rows: int) -> Habit:
-        if rows not in self.habits:
-            known = min(self.habits, key=lambda other: abs(other - rows), default=None)
-            self.habits[rows] = Habit() if known is None else self.habits[known].copy()
-        return self.habits[rows]
+    def _habit(self, part: Ask, rows: int) -> Habit:
+        if (part, rows) not in self.habits:
+            others = [number for one, number in self.habits if one is part]
+            nearest = min(others, key=lambda other: abs(other - rows), default=None)
+            self.habits[part, rows] = Habit() if nearest is None else self.habits[part, nearest].copy()
+        return self.habits[part, rows]
 
     def _seconds(self, tokens: int, current: Round | None = None) -> float:
         """What a pass over `tokens` of each row takes at present; 0 tokens: what drafting does."""
         current = current if current is not None else self._current()
         assert self.costs is not None, "known since the round began"
         rows = len(current.rows)
-        measured = self.costs.verify(rows, tokens, current.context) if tokens else self.costs.draft(rows)
+        if tokens > 0:
+            measured = self.costs.verify(rows, tokens, current.context)
+        else:
+            measured = self.costs.draft(current.costly) if current.costly else 0.0
         return measured * self.pace.factor(rows, tokens)
 
 
-def _said(proposal: Proposal, rows: Sequence[Row]) -> tuple[list[Hashable], list[list[float | None]]]:
-    """Of each row the kind of its drafts, and how sure the drafter is of each (None: it does not say)."""
-    sources = proposal.sources if proposal.sources is not None else [0] * len(rows)
-    kinds: list[Hashable] = [(source, row.sampled) for source, row in zip(sources, rows, strict=True)]
+def _said(proposal: Proposal, rows: int) -> list[list[float | None]]:
+    """How sure the drafter is of each of its drafts, row by row (None: it does not say)."""
     if proposal.confidence is None:
-        return kinds, [[None] * proposal.tokens.shape[1] for _ in rows]
+        return [[None] * proposal.tokens.shape[1] for _ in range(rows)]
     told = proposal.confidence.tolist()
-    return kinds, [[None if math.isnan(value) else value for value in row] for row in told]
+    return [[None if math.isnan(value) else value for value in row] for row in told]

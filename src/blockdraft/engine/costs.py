@@ -125,12 +125,12 @@ class Pace:
     def learn(self, rows: int, tokens: int, ratio: float) -> None:
         """A pass over `tokens` of each of `rows` took `ratio` times what was measured; tokens 0: drafting did."""
         known = self.factor(rows, tokens)
-        ratio = min(ratio, self.outlier * known * self._now())
+        ratio = min(ratio, self.outlier * known * self.speed)
         if tokens > 0:
             self._speed.add(ratio / known)
             self._compare(rows, tokens == 1, ratio if tokens == 1 else ratio / known)
         if tokens != 1:
-            self._widths[rows, tokens].add(ratio / self._now())
+            self._widths[rows, tokens].add(ratio / self.speed)
 
     def _compare(self, rows: int, plain: bool, ratio: float) -> None:
         """What a pass says about the other kind, if one of that came just before."""
@@ -138,7 +138,9 @@ class Pace:
             self._pairs[rows].append(self._last[2] / ratio if plain else ratio / self._last[2])
         self._last = rows, plain, ratio
 
-    def _now(self) -> float:
+    @property
+    def speed(self) -> float:
+        """How much slower the machine is at present than when it was measured."""
         return self._speed.value(1.0, 0.01)
 
     def dearer(self, rows: int) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from blockdraft.config import EngineConfig, SamplingParams
-from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.base import Drafter, PartlyFree
 from blockdraft.engine.adaptive import Adaptive
 from blockdraft.engine.policy import Fixed, Policy
 from blockdraft.engine.profile import known_costs
@@ -133,7 +133,8 @@ class Engine:
         if drafter is None:
             return Fixed(0)
         if width == "auto":
-            return Adaptive(drafter.max_drafts, partial(known_costs, self.target, drafter, config.slots))
+            measure = partial(known_costs, self.target, drafter, config.slots)
+            return Adaptive(drafter.max_drafts, measure, partly_free=isinstance(drafter, PartlyFree))
         return Fixed(drafter.max_drafts if width is None else min(width, drafter.max_drafts))
 
     def _admit(self) -> list[Request]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from blockdraft.drafters.base import Proposal
@@ -21,6 +22,14 @@ class Row:
     sampled: bool
 
 
+class Ask(Enum):
+    """Whom a round asks for drafts: nobody, only the part of the drafter that is free, or all of it."""
+
+    NOBODY = "nobody"
+    FREE = "free"
+    ALL = "all"
+
+
 class Policy(Protocol):
     """Decides what a round does.  It is asked in the order of its methods, and never changes an answer.
 
@@ -29,8 +38,8 @@ class Policy(Protocol):
 
     limit: int
 
-    def begin(self, rows: Sequence[Row]) -> bool:
-        """A round begins; whether the drafter is to be asked."""
+    def begin(self, rows: Sequence[Row]) -> Ask:
+        """A round begins; whom to ask for drafts.  `Ask.FREE` only of a drafter that has such a part."""
         ...
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
@@ -52,8 +61,8 @@ class Fixed:
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
-    def begin(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002  # always the same
-        return self.limit > 0
+    def begin(self, rows: Sequence[Row]) -> Ask:  # noqa: ARG002  # always the same
+        return Ask.ALL if self.limit > 0 else Ask.NOBODY
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         return available(proposal, limits)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from blockdraft.config import SamplingParams
+from blockdraft.engine.policy import Ask
 from blockdraft.ops.sampling import ChoiceState
 from blockdraft.text import TextOutput
 
@@ -27,6 +28,7 @@ class RequestStats:
     accepted_by_position: list[int] = field(default_factory=list)
     rounds_by_width: list[int] = field(default_factory=list)  # [k]: passes that verified k drafts
     undrafted: int = 0  # rounds for which the drafter was not asked
+    partly_drafted: int = 0  # rounds for which only its free part was
 
     @property
     def tau(self) -> float:
@@ -38,11 +40,11 @@ class RequestStats:
         """Accepted drafts / verified drafts; 0 if none was verified."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def count(self, width: int, num_accepted: int, kept: int, done: bool, asked: bool) -> None:
+    def count(self, width: int, num_accepted: int, kept: int, done: bool, asked: Ask) -> None:
         """Note a round that verified `width` drafts and accepted some; `kept` of its tokens were emitted.
 
-        In a round that ends the answer (`done`), drafts behind the last kept token do not count.  `asked`: the
-        drafter was asked.
+        In a round that ends the answer (`done`), drafts behind the last kept token do not count.  `asked`: who was
+        asked for drafts.
         """
         accepted = min(num_accepted, kept)
         width = min(width, kept) if done else width
@@ -50,7 +52,8 @@ class RequestStats:
         self.emitted += kept
         self.accepted += accepted
         self.drafted += width
-        self.undrafted += not asked
+        self.undrafted += asked is Ask.NOBODY
+        self.partly_drafted += asked is Ask.FREE
         _add(self.accepted_by_position, [1] * accepted)
         _add(self.rounds_by_width, [0] * width + [1])
 
@@ -61,6 +64,7 @@ class RequestStats:
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.undrafted += other.undrafted
+        self.partly_drafted += other.partly_drafted
         _add(self.accepted_by_position, other.accepted_by_position)
         _add(self.rounds_by_width, other.rounds_by_width)
 

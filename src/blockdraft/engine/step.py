@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache import KVCache
-from blockdraft.drafters.base import Drafter
+from blockdraft.drafters.base import Drafter, PartlyFree, Proposal
 from blockdraft.engine.backlog import Backlog
-from blockdraft.engine.policy import Policy, Row, verify_widths
+from blockdraft.engine.policy import Ask, Policy, Row, verify_widths
 from blockdraft.engine.request import Request
 from blockdraft.ops.acceptance import accept
 from blockdraft.ops.sampling import Coupling, choose
@@ -49,11 +49,13 @@ class Pair:
             self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
 
     def commit(
-        self, rows: Sequence[int], starts: Sequence[int], ids: Tensor, taps: Tensor | None, counts: Sequence[int]
+        self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], ids: Tensor, taps: Tensor | None
     ) -> None:
-        """The first counts[b] of ids [B, S], which stand from starts[b] on, are committed; taps [B, S, T, D]."""
+        """Tokens said[b], which stand from starts[b] on, are committed: the first of ids [B, S]; taps [B, S, T, D]."""
         if self.drafter is not None:
-            self.backlog.add(rows, starts, ids, taps, counts)
+            if isinstance(self.drafter, PartlyFree):
+                self.drafter.observe_free(self.state, rows, starts, said)
+            self.backlog.add(rows, starts, ids, taps, [len(tokens) for tokens in said])
             self.catch_up(self.backlog.full(rows))
 
     def catch_up(self, rows: Sequence[int]) -> None:
@@ -69,12 +71,12 @@ class Pair:
 class Verdict:
     """What a round gave one row: the accepted drafts and the target's next token.
 
-    `width` drafts were verified; `asked` says whether the drafter was asked for any.
+    `width` drafts were verified; `asked` says who was asked for any.
     """
 
     tokens: list[int]
     width: int
-    asked: bool
+    asked: Ask
 
     @property
     def num_accepted(self) -> int:
@@ -114,13 +116,17 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     room = [pair.cache.capacity - start for start in starts]
     limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
     sampled = [request.params.temperature > 0 for request in requests]
-    wanted = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
-    drafts, widths, asked = anchors.new_empty(len(rows), 0), [0] * len(rows), wanted and max(limits) > 0
-    if asked:
+    asked = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
+    drafts, widths = anchors.new_empty(len(rows), 0), [0] * len(rows)
+    if max(limits) == 0:
+        asked = Ask.NOBODY
+    if asked is not Ask.NOBODY:
         coupling = None
         if pair.coupled and any(sampled):
             coupling = Coupling([request.choice for request in requests], [start + 1 for start in starts])
-        drafts, widths = propose(pair, policy, rows, anchors, limits, coupling)
+        proposal = propose(pair, asked, rows, anchors, coupling)
+        widths = policy.widths(proposal, limits)
+        drafts = proposal.tokens[:, : max(widths)]
 
     block = torch.cat([anchors[:, None], drafts], dim=1)
     out = pair.target.forward(block, pair.cache, rows)
@@ -129,28 +135,24 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
 
     # The one wait for the device: everything the host needs in one transfer.
     verdicts = torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1).tolist()
-    kept = [count + 1 for count, *_ in verdicts]  # the anchor and the accepted drafts; the next token is unread
-    pair.cache.truncate(rows, [start + count for start, count in zip(starts, kept, strict=True)])
+    # The anchor and the accepted drafts; the next token is unread.
+    said = [[request.anchor, *tokens[:count]] for request, (count, _, *tokens) in zip(requests, verdicts, strict=True)]
+    pair.cache.truncate(rows, [start + len(tokens) for start, tokens in zip(starts, said, strict=True)])
     results = [
         Verdict([*tokens[:count], following], width, asked)
         for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
     ]
     policy.learn([verdict.tokens for verdict in results])
-    pair.commit(rows, starts, block, out.taps, kept)
+    pair.commit(rows, starts, said, block, out.taps)
     return results
 
 
-def propose(
-    pair: Pair,
-    policy: Policy,
-    rows: Sequence[int],
-    anchors: Tensor,
-    limits: Sequence[int],
-    coupling: Coupling | None = None,
-) -> tuple[Tensor, list[int]]:
-    """Drafts [B, K] after anchors [B], and how many of each row's to verify: at most limits[b], the most of them K."""
-    assert pair.drafter is not None, "without a drafter, no policy asks it"
+def propose(pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
+    """Drafts after anchors [B], by the whole drafter or by its free part."""
+    drafter = pair.drafter
+    assert drafter is not None, "without a drafter, no policy asks it"
+    if asked is Ask.FREE:
+        assert isinstance(drafter, PartlyFree), "a policy asks for what there is"
+        return drafter.propose_free(pair.state, rows, anchors)
     pair.catch_up(rows)
-    proposal = pair.drafter.propose(pair.state, rows, anchors, coupling)
-    widths = policy.widths(proposal, limits)
-    return proposal.tokens[:, : max(widths)], widths
+    return drafter.propose(pair.state, rows, anchors, coupling)
