@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache
+from blockdraft.ops.kernel_layer import KernelLayer, KernelPass, layer_fits
 from blockdraft.ops.layers import pack_linears, rms_norm, rotary_tables, rotate
 from blockdraft.targets.attention import Step, attend_step
 from blockdraft.targets.base import TargetOutput
@@ -58,6 +59,16 @@ class DenseLayer(nn.Module):
         if hasattr(layer.self_attn, "q_norm"):
             query, key = (_detached(layer.get_submodule(name)) for name in HEAD_NORMS)
             self.head_norms = torch.cat([query.expand(self.heads, -1), key.expand(self.groups, -1)])
+        self.compiled: KernelLayer | None = None
+
+    def compile_layer(self) -> bool:
+        """Have the kernel compute the whole layer from now on; False: it is not made for this one."""
+        linears = [getattr(self, fused) for fused in FUSED]
+        norms = (self.input_norm, self.post_norm)
+        if layer_fits(linears, norms if self.head_norms is None else (*norms, self.head_norms), self.head_dim):
+            shape = self.heads, self.groups, self.head_dim
+            self.compiled = KernelLayer(linears, norms, self.head_norms, shape, self.eps, self.window)
+        return self.compiled is not None
 
     def forward(self, x: Tensor, index: int, step: Step, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The residual stream x [B, Q, D] after the layer, which is number `index`; writes its keys and values."""
@@ -125,6 +136,8 @@ class DenseTarget(PretrainedTarget):
             pack_linears(network)
         self._head = network.pop("head")
         self._layers: list[Any] = list(network.values())
+        # All of them or none: attention of the two kinds would not be told apart by anything else.
+        self._compiled = all([layer.compile_layer() for layer in self._layers])
         self._compare(self._through_cache(ids, lambda *inputs: self.forward(*inputs).logits), expected)
 
     def layer_weights(self, layer: int) -> dict[str, Tensor]:
@@ -139,10 +152,14 @@ class DenseTarget(PretrainedTarget):
         batch, width = ids.shape
         step = Step(cache, rows, width, self.info.dtype, self.info.device)
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
-        x = F.embedding(ids, self._embedding)
+        x = self.embed(ids)
         kept: dict[int, Tensor] = {}
+        whole = KernelPass(step.rows, step.starts, width, tables) if self._compiled else None
         for index, layer in enumerate(self._layers):
-            x = layer.forward(x, index, step, tables)
+            if whole is not None:
+                x = layer.compiled(x, whole, cache.keys[index], cache.values[index])
+            else:
+                x = layer.forward(x, index, step, tables)
             if index in self.tap_ids:
                 kept[index] = x
         cache.extend(rows, [width] * batch)
