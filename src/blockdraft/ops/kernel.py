@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 PANEL = 24  # outputs of a panel, as in native/kernel.h
+FASTEST = "avx2"  # the path that is quicker than oneDNN; the portable one need not be
 LIBRARY = Path(__file__).parent / "native" / "kernel.so"
 VARIABLE = "BLOCKDRAFT_KERNEL"
 CHOICES = ("auto", "on", "off", "portable")
@@ -71,9 +72,7 @@ class KernelLinear(nn.Module):
     `storage` is how weights are kept: float32 as they are, or float16, rounded.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, storage: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, storage: torch.dtype = torch.float32) -> None:
         super().__init__()
         lib = library()
         assert lib is not None, "the caller looks whether there is a kernel"
@@ -114,9 +113,10 @@ def to_panels(weight: Tensor) -> Tensor:
 
 @cache
 def library() -> Library | None:
-    """The kernel; None: there is none, or the variable BLOCKDRAFT_KERNEL says off.
+    """The kernel; None: it is not built, not made for this processor, or BLOCKDRAFT_KERNEL says off.
 
-    ValueError: the variable says something else, or "on" where there is none.
+    BLOCKDRAFT_KERNEL=on takes it on every processor, and "portable" takes what every processor has.
+    ValueError: the variable says something else, or there is no kernel to take.
     """
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
@@ -125,4 +125,17 @@ def library() -> Library | None:
         return None
     if not LIBRARY.is_file():
         raise ValueError(f"{VARIABLE}={choice}, but there is no kernel: python -m blockdraft.ops.native.build makes it")
-    return Library(LIBRARY, portable=choice == "portable")
+    found = Library(LIBRARY, portable=choice == "portable")
+    return None if choice == "auto" and found.path != FASTEST else found
+
+
+def describe_kernel() -> str:
+    """What computes linear layers on the CPU, in a few words, and why it is not the kernel."""
+    found = library()
+    if found is not None:
+        return f"compiled, {found.path}"
+    if os.environ.get(VARIABLE) == "off":
+        return f"oneDNN ({VARIABLE}=off)"
+    if LIBRARY.is_file():
+        return f"oneDNN (compiled, but not for this processor; {VARIABLE}=on takes it nevertheless)"
+    return "oneDNN (not compiled: python -m blockdraft.ops.native.build does that)"

@@ -8,6 +8,7 @@ Letters: B rows, Q tokens per row in one call, D hidden width, H/G query/key-val
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,19 +107,26 @@ class DenseTarget(PretrainedTarget):
     """A Llama, Qwen2 or Qwen3 of transformers behind the `Target` protocol, run by `DenseLayer`.
 
     Takes the model apart, so that its weights are never held twice: it is of no use afterwards.  With `pack`,
-    linear layers are packed where they are fp32 on the CPU.  ValueError: a model that `obstacle` objects to, or
-    whose own result is another.
+    linear layers are packed where they are fp32 on the CPU; `storage` float16 then halves what is read.  ValueError: a
+    model that `obstacle` objects to, that has numbers beyond what `storage` can hold, or whose own result is another.
     """
 
     implementation = "dense"
 
     def __init__(
-        self, model: PreTrainedModel, name: str, eos_token_ids: Sequence[int] | None = None, pack: bool = True
+        self,
+        model: PreTrainedModel,
+        name: str,
+        eos_token_ids: Sequence[int] | None = None,
+        pack: bool = True,
+        storage: torch.dtype | None = None,
     ) -> None:
         super().__init__(model.eval().requires_grad_(False), name, eos_token_ids)
         reason = obstacle(model)
         if reason is not None:
             raise self._refusal(reason)
+        if storage is not None:
+            self._round_matrices(model, storage)
         ids = self._probe()
         with torch.no_grad():
             expected = model(input_ids=ids[1:], use_cache=False).logits
@@ -133,7 +141,7 @@ class DenseTarget(PretrainedTarget):
             network[str(index)] = DenseLayer(layers[index], self._head_counts(), self.eps, window)
             layers[index] = nn.Identity()
         if pack:
-            pack_linears(network)
+            pack_linears(network, storage or torch.float32)
         self._head = network.pop("head")
         self._layers: list[Any] = list(network.values())
         # All of them or none: attention of the two kinds would not be told apart by anything else.
@@ -166,6 +174,19 @@ class DenseTarget(PretrainedTarget):
         taps = torch.stack([kept[tap] for tap in self.tap_ids], dim=2) if self.tap_ids else None
         last = x if keep_logits is None else x[:, -keep_logits:]
         return TargetOutput(self.head(rms_norm(last, self._norm, self.eps)), taps)
+
+    def _round_matrices(self, model: PreTrainedModel, storage: torch.dtype) -> None:
+        """Round every matrix of the model, which so becomes the reference, and keep the tables of tokens as stored."""
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                rounded = parameter.data.to(storage)
+                if not bool(rounded.isfinite().all()):
+                    raise self._refusal(f"{name} has numbers that {str(storage).removeprefix('torch.')} cannot hold")
+                parameter.data = rounded.to(self.info.dtype)
+        tied = self._head_weight is self._embedding
+        self._embedding = self._embedding.to(storage)
+        self._head_weight = self._embedding if tied else self._head_weight.to(storage)
+        self.info = replace(self.info, storage=storage)
 
     def _layer_windows(self) -> list[int | None]:
         if not FAMILIES[self.kind]:
