@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from blockdraft.ops.native.build import LIBRARY, digest
+
 PANEL = 24  # outputs of a panel, as in native/kernel.h
 FASTEST = "avx2"  # the path that is quicker than oneDNN; the portable one need not be
-LIBRARY = Path(__file__).parent / "native" / "kernel.so"
 VARIABLE = "BLOCKDRAFT_KERNEL"
+REMEDY = "run python -m blockdraft.ops.native.build"
 CHOICES = ("auto", "on", "off", "portable")
 # In the OpenMP library that torch has loaded, whatever it calls it.
 THREADING = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
@@ -45,9 +47,11 @@ class Library:
             self.functions = ctypes.CDLL(str(path))
             self.linear, self.layer = self.functions.kernel_linear, self.functions.kernel_layer
             self.scratch, threads = self.functions.kernel_scratch, self.functions.kernel_threads
-            choose = self.functions.kernel_choose
+            choose, sources = self.functions.kernel_choose, self.functions.kernel_sources
         except (OSError, AttributeError) as error:
             raise ValueError(f"the compiled kernel cannot be loaded: {error}") from error
+        sources.restype, sources.argtypes = c_char_p, []
+        self.is_current: bool = sources().decode() == digest()
         choose.restype, choose.argtypes = c_char_p, [c_int]
         self.linear.restype, self.linear.argtypes = None, [c_void_p, c_void_p, c_void_p, c_int64, c_int]
         self.layer.restype, self.layer.argtypes = None, [c_void_p, c_void_p, c_int]
@@ -113,7 +117,7 @@ def to_panels(weight: Tensor) -> Tensor:
 
 @cache
 def library() -> Library | None:
-    """The kernel; None: it is not built, not made for this processor, or BLOCKDRAFT_KERNEL says off.
+    """The kernel; None: it is not built from these sources, not made for this processor, or BLOCKDRAFT_KERNEL says off.
 
     BLOCKDRAFT_KERNEL=on takes it on every processor, and "portable" takes what every processor has.
     ValueError: the variable says something else, or there is no kernel to take.
@@ -124,9 +128,13 @@ def library() -> Library | None:
     if choice == "off" or (choice == "auto" and not LIBRARY.is_file()):
         return None
     if not LIBRARY.is_file():
-        raise ValueError(f"{VARIABLE}={choice}, but there is no kernel: python -m blockdraft.ops.native.build makes it")
+        raise ValueError(f"{VARIABLE}={choice}, but there is no kernel: {REMEDY}")
     found = Library(LIBRARY, portable=choice == "portable")
-    return None if choice == "auto" and found.path != FASTEST else found
+    if choice == "auto":
+        return found if found.is_current and found.path == FASTEST else None
+    if not found.is_current:
+        raise ValueError(f"{VARIABLE}={choice}, but the kernel was compiled from other sources: {REMEDY}")
+    return found
 
 
 def describe_kernel() -> str:
@@ -136,6 +144,8 @@ def describe_kernel() -> str:
         return f"compiled, {found.path}"
     if os.environ.get(VARIABLE) == "off":
         return f"oneDNN ({VARIABLE}=off)"
-    if LIBRARY.is_file():
-        return f"oneDNN (compiled, but not for this processor; {VARIABLE}=on takes it nevertheless)"
-    return "oneDNN (not compiled: python -m blockdraft.ops.native.build does that)"
+    if not LIBRARY.is_file():
+        return f"oneDNN (the kernel is not compiled: {REMEDY})"
+    if not Library(LIBRARY).is_current:
+        return f"oneDNN (the kernel was compiled from other sources: {REMEDY})"
+    return f"oneDNN (the kernel is not made for this processor; {VARIABLE}=on takes it nevertheless)"

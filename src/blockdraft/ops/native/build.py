@@ -6,6 +6,7 @@ standard library only.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -42,9 +43,15 @@ def build() -> str | None:
         return failed
 
 
+def digest() -> str:
+    """What a library is made from, this file included: one that says otherwise does not belong to the package."""
+    files = sorted(path for path in FOLDER.iterdir() if path.suffix in (".h", ".cpp", ".py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
 def _units() -> list[tuple[str, str, tuple[str, ...]]]:
     units: list[tuple[str, str, tuple[str, ...]]] = [
-        ("library", "library.cpp", ("-fvisibility=default",)),
+        ("library", "library.cpp", ("-fvisibility=default", f'-DSOURCES="{digest()}"')),
         ("portable", "path.cpp", ("-DPATH=portable",)),
     ]
     if platform.machine() in ("x86_64", "AMD64"):

@@ -35,6 +35,9 @@ bool has_avx2() {
 
 extern "C" {
 
+// What the library was made from.
+const char* kernel_sources() { return SOURCES; }
+
 // The name of the path taken from now on: the fastest that this processor has, or the portable one.
 const char* kernel_choose(int portable) {
     path = &portable_path;
