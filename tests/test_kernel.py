@@ -108,15 +108,13 @@ def dense(kind: str = "qwen3-mixed", **options: torch.dtype) -> DenseTarget:
 def test_verifying_is_plain_decoding_bit_for_bit(storage: torch.dtype | None) -> None:
     target = dense(storage=storage)
     assert target._compiled
-    text, seen = random_ids(24), []
+    check_bits_of_a_row(target, (61,))
+    text, cache = random_ids(24), target.new_cache(1, 64)
+    plain = fill(target, cache, 0, text, (1,) * 23)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        cache = target.new_cache(1, 64)
-        seen.append(fill(target, cache, 0, text, (1,) * 23))
         cache.truncate([0], [0])
-        seen.append(fill(target, cache, 0, text, (3, 8, 8)))
-    check_bits_of_a_row(target, (61,))
-    assert all(torch.equal(logits, seen[0]) for logits in seen[1:])
+        assert torch.equal(fill(target, cache, 0, text, (3, 8)), plain)
 
 
 @needs_kernel
@@ -127,7 +125,8 @@ def test_a_compiled_layer_computes_what_its_steps_do(kind: str) -> None:
     target._compiled = False
     steps = fill(target, target.new_cache(1, 128), 0, text, (70, 1))
     assert not torch.equal(compiled, steps), "two ways to compute it"
-    assert (compiled - steps).abs().max() < 1e-5 * steps.abs().max()
+    assert (compiled - steps).abs().max() < 1e-4 * steps.abs().max()
+    assert (compiled - steps).abs().mean() < 1e-5 * steps.abs().mean()
 
 
 @needs_kernel

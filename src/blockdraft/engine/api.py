@@ -52,8 +52,8 @@ class LLM:
     `coupled` lends the drafter the noise of the target's choices, so that at temperatures above 0 it drafts what the
     target would draw, and not what is likeliest: more of it is right.
     The answers are the same with every drafter, `slots` (requests at once) and whatever is said of drafting: exactly
-    in float32 on a CPU where the compiled kernel or oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
-    otherwise.
+    in float32 on a CPU where the compiled kernel or oneDNN is available, elsewhere up to near ties that kernels of
+    another shape may decide otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
     """
 

@@ -102,7 +102,7 @@ class KernelLayer:
 
     def __call__(self, x: Tensor, step: KernelPass, keys: Tensor, values: Tensor) -> Tensor:
         """The residual stream x [B, Q, D] after the layer; writes its keys and values [slots, G, room, E]."""
-        assert keys.is_contiguous() and values.is_contiguous(), "a cache's own memory"
+        assert all(memory.is_contiguous() for memory in (keys, values)), "a cache's own memory"
         x, y, part = x.contiguous(), torch.empty_like(x), step.part
         part.x, part.y, part.keys, part.values = x.data_ptr(), y.data_ptr(), keys.data_ptr(), values.data_ptr()
         part.room = keys.shape[2]

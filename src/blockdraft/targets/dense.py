@@ -144,8 +144,8 @@ class DenseTarget(PretrainedTarget):
             pack_linears(network, storage or torch.float32)
         self._head = network.pop("head")
         self._layers: list[Any] = list(network.values())
-        # All of them or none: attention of the two kinds would not be told apart by anything else.
-        self._compiled = all([layer.compile_layer() for layer in self._layers])
+        # All of them or none, so that it is one kind of attention.
+        self._compiled = all(layer.compile_layer() for layer in self._layers)
         self._compare(self._through_cache(ids, lambda *inputs: self.forward(*inputs).logits), expected)
 
     def layer_weights(self, layer: int) -> dict[str, Tensor]:

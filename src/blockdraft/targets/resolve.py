@@ -97,10 +97,12 @@ def _storage(weights: str | None, dtype: str, device: str, pack: bool) -> torch.
         return None
     if weights != "float16":
         raise ValueError(f"weights '{weights}' is not float16; what they are computed in is the dtype")
-    if dtype != "float32" or torch.device(device).type != "cpu" or not pack:
+    if dtype != "float32" or device.partition(":")[0] != "cpu" or not pack:
         raise ValueError("weights in float16 are for float32 on the CPU; elsewhere take dtype float16 or bfloat16")
     if library() is None:
-        raise ValueError(f"weights in float16 need the compiled kernel; linear layers are computed by {describe_kernel()}")
+        raise ValueError(
+            f"weights in float16 need the compiled kernel; linear layers are computed by {describe_kernel()}"
+        )
     return torch.float16
 
 
