@@ -11,11 +11,11 @@ namespace {
 
 constexpr int64_t TILE = 4;      // rows whose accumulators (4 x 3 vectors) fill the registers
 constexpr int64_t BLOCK = 64;    // rows that share one reading of the weights
-constexpr int64_t STEP = 128;    // inputs after which the next tile of a block has its turn: 12 KiB of a panel
-constexpr int64_t AHEAD = 4096;  // bytes; how far ahead a single tile asks for weights
+constexpr int64_t STEP = 192;    // inputs after which the next tile of a block has its turn: 18 KiB of a panel
+constexpr int64_t AHEAD = 4096;  // bytes; how far ahead a single tile asks for half-precision weights
 
-// sums [R, PANEL] += x [R, depth] times one panel's part; asks for `stride` bytes of `next` at every input.
-template <int R, class Weight>
+// sums [R, PANEL] += x [R, depth] times one panel's part; if it ASKS, for `stride` bytes of `next` at every input.
+template <int R, bool ASKS, class Weight>
 inline void tile(
     const float* x, int64_t inputs, const Weight* weight, int64_t depth, float* sums, const char* next, int64_t stride
 ) {
@@ -25,7 +25,7 @@ inline void tile(
     for (int64_t k = 0; k < depth; k++) {
         v8 w0 = load(weight), w1 = load(weight + 8), w2 = load(weight + 16);
         weight += PANEL;
-        __builtin_prefetch(next);
+        if (ASKS) __builtin_prefetch(next);
         next += stride;
         for (int r = 0; r < R; r++) {
             v8 value = all(x[r * inputs + k]);
@@ -38,16 +38,16 @@ inline void tile(
         for (int j = 0; j < 3; j++) store(sums + r * PANEL + 8 * j, a[r][j]);
 }
 
-template <class Weight>
+template <bool ASKS, class Weight>
 inline void any_tile(
     int64_t rows, const float* x, int64_t inputs, const Weight* w, int64_t depth, float* sums, const char* next,
     int64_t stride
 ) {
     switch (rows) {
-        case 1: return tile<1>(x, inputs, w, depth, sums, next, stride);
-        case 2: return tile<2>(x, inputs, w, depth, sums, next, stride);
-        case 3: return tile<3>(x, inputs, w, depth, sums, next, stride);
-        default: return tile<4>(x, inputs, w, depth, sums, next, stride);
+        case 1: return tile<1, ASKS>(x, inputs, w, depth, sums, next, stride);
+        case 2: return tile<2, ASKS>(x, inputs, w, depth, sums, next, stride);
+        case 3: return tile<3, ASKS>(x, inputs, w, depth, sums, next, stride);
+        default: return tile<4, ASKS>(x, inputs, w, depth, sums, next, stride);
     }
 }
 
@@ -64,10 +64,15 @@ inline void panel(const float* x, int64_t rows, int64_t inputs, const Weight* we
         // asks for its share of the next step, which lies right behind, also where it belongs to the next panel.
         const char* next = reinterpret_cast<const char*>(part + depth * PANEL);
         int64_t stride = (PANEL * sizeof(Weight) + tiles - 1) / tiles;
-        if (tiles == 1) next = reinterpret_cast<const char*>(part) + AHEAD;
+        if (tiles == 1) {
+            // The processor sees a plain stream of floats coming by itself, but not one of halves, which run out sooner.
+            next = reinterpret_cast<const char*>(part) + AHEAD;
+            any_tile<sizeof(Weight) == 2>(rows, x, inputs, part, depth, sums, next, stride);
+            return;
+        }
         for (int64_t t = 0; t < tiles; t++) {
-            int64_t r = t * TILE;
-            any_tile(rows - r, x + r * inputs + first, inputs, part, depth, sums + r * PANEL, next, stride);
+            int64_t r = rows * t / tiles, count = rows * (t + 1) / tiles - r;
+            any_tile<true>(count, x + r * inputs + first, inputs, part, depth, sums + r * PANEL, next, stride);
             next += depth * stride;
         }
     }
