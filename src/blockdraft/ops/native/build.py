@@ -73,4 +73,5 @@ def _run(command: list[str]) -> str | None:
 
 if __name__ == "__main__":
     problem = build()
+    sys.stdout.write("" if problem else f"compiled {LIBRARY}\n")
     sys.exit(f"error: {problem}" if problem else 0)
