@@ -160,7 +160,7 @@ class DenseTarget(PretrainedTarget):
         batch, width = ids.shape
         step = Step(cache, rows, width, self.info.dtype, self.info.device)
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
-        x = self.embed(ids)
+        x = F.embedding(ids, self._embedding).to(self.info.dtype)
         kept: dict[int, Tensor] = {}
         whole = KernelPass(step.rows, step.starts, width, tables) if self._compiled else None
         for index, layer in enumerate(self._layers):
