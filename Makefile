@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
+NATIVE := $(wildcard src/blockdraft/ops/native/*.h src/blockdraft/ops/native/*.cpp) hatch_build.py
 BROKEN := $(VENV)/.unfinished
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 PEERS  := .parity
@@ -16,7 +17,7 @@ setup: $(STAMP)
 
 # The stamp is written last.  A set-up that was cut off (no stamp, or the mark of an unfinished one) starts over,
 # because pip takes half-unpacked packages for installed ones; pip's own cache keeps the downloads.
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "error: Python 3.10 to 3.13 is needed; call make with PYTHON=python3.12, for example" >&2; exit 1; }
 	@if [ ! -e $(STAMP) ] || [ -e $(BROKEN) ]; then \

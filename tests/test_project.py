@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jsonl", ""}
+TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jsonl", ".h", ".cpp", ""}
 # Paths of somebody's machine.  The brackets keep this file from containing what it looks for.
 FORBIDDEN = [re.compile(pattern) for pattern in ("/[w]ork/", "[.]{2}/[s]hared", "/[r]oot/", r"/[h]ome/\w")]
 
 
 def own_files() -> list[Path]:
     """The files of the checkout that a person wrote, or that are shipped."""
-    places = ("src", "tests", "recipes", "docs", "results", ".ci", "Makefile", "pyproject.toml")
+    places = ("src", "tests", "recipes", "docs", "results", ".ci", "Makefile", "pyproject.toml", "hatch_build.py")
     files = [ROOT / name for name in (*places, *(path.name for path in ROOT.glob("*.md")))]
     found = [path for place in files for path in ([place] if place.is_file() else place.rglob("*"))]
     return [path for path in found if path.is_file() and "__pycache__" not in path.parts]

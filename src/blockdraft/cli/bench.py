@@ -20,6 +20,7 @@ from blockdraft.cli.options import (
     TargetOption,
     ThreadsOption,
     VerifyWidthOption,
+    WeightsOption,
     parse_verify_width,
 )
 from blockdraft.cli.wiring import DEFAULT_DRAFTER, DEFAULT_TARGET
@@ -48,6 +49,7 @@ def command(
     target_impl: ImplOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
+    weights: WeightsOption = None,
     drafter: DrafterOption = DEFAULT_DRAFTER,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.0,
@@ -77,6 +79,8 @@ def command(
         raise ValueError("--slots above 1 has no hf arm: leave it out with --arms plain,drafted")
     if len(levels) > 1 and names != ["plain", "drafted"]:
         raise ValueError(f"--slots {slots} compares plain and drafted decoding: give --arms plain,drafted")
+    if weights is not None and "hf" in names:
+        raise ValueError("the hf arm knows nothing of --weights: leave it out with --arms plain,drafted")
     params = SamplingParams.parse({"max_tokens": max_tokens, "temperature": temperature, "seed": seed}, "bench")
     asked = limit if limit is None or len(levels) == 1 else max(prompts_at(level, limit) for level in levels)
     prompts = load_prompts(dataset, data_dir, asked)
@@ -94,8 +98,9 @@ def command(
     prepare(threads)
     from blockdraft.bench.report import machine
     from blockdraft.engine.api import LLM
+    from blockdraft.ops.kernel import describe_kernel
 
-    loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
+    loaded, tokenizer = load(target, chosen, target_impl, device, dtype, weights)
     chat = make_chat(tokenizer)
     room = room_for(prompts, chat, max_tokens)
     llm = LLM(
@@ -116,6 +121,8 @@ def command(
         "target": llm.target.info.name,
         "target_impl": loaded.implementation,
         "dtype": str(llm.target.info.dtype).removeprefix("torch."),
+        "weights": weights,
+        "kernel": describe_kernel(),
         "drafter": describe_drafter(chosen, llm),
         "repeats": repeats,
         "slots": levels if len(levels) > 1 else levels[0],

@@ -18,6 +18,7 @@ from blockdraft.cli.options import (
     TargetOption,
     ThreadsOption,
     VerifyWidthOption,
+    WeightsOption,
     parse_verify_width,
 )
 from blockdraft.cli.wiring import ASSETS, DEFAULT_DRAFTER, DEFAULT_TARGET
@@ -42,6 +43,7 @@ def command(
     target_impl: ImplOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
+    weights: WeightsOption = None,
     drafter: DrafterOption = DEFAULT_DRAFTER,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the most likely token each time.")] = 0.0,
@@ -88,7 +90,7 @@ def command(
     prepare(threads)
     from blockdraft.engine.api import LLM
 
-    loaded, tokenizer = load(target, chosen, target_impl, device, dtype)
+    loaded, tokenizer = load(target, chosen, target_impl, device, dtype, weights)
     chat = make_chat(tokenizer, raw, system)
     room = max(len(chat.encode([{"role": "user", "content": question}])) for question in questions) + max_tokens
     llm = LLM(

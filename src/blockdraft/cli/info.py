@@ -26,12 +26,15 @@ def command() -> None:
 def _facts() -> dict[str, str]:
     import torch
 
+    from blockdraft.ops.kernel import describe_kernel
+
     facts = {"blockdraft": __version__, "python": sys.version.split()[0], "platform": platform.platform()}
     for name in PACKAGES:
         try:
             facts[name] = version(name)
         except PackageNotFoundError:
             facts[name] = "not installed"
+    facts["kernel"] = describe_kernel()
     facts["cpu"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used"
     for index in range(torch.cuda.device_count()):
         facts[f"cuda:{index}"] = torch.cuda.get_device_name(index)

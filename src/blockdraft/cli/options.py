@@ -12,6 +12,10 @@ ImplOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Where models run: cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="float16: keep the target's matrices in half precision, sums in float32 (CPU)."),
+]
 DrafterOption = Annotated[
     str,
     typer.Option("--drafter", help="auto, none, ngram[:K], model:NAME[:K], a folder; or ngram+auto and the like."),

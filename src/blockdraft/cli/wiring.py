@@ -41,7 +41,12 @@ def prepare(threads: int | None = None) -> None:
 
 
 def load(
-    target: str, drafter: DrafterChoice, implementation: str = "auto", device: str = "cpu", dtype: str = "float32"
+    target: str,
+    drafter: DrafterChoice,
+    implementation: str = "auto",
+    device: str = "cpu",
+    dtype: str = "float32",
+    weights: str | None = None,
 ) -> tuple[PretrainedTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer.  Raises ValueError, in one line, also if there is no such drafter for it."""
     from blockdraft.drafters.names import LookupChoice
@@ -49,7 +54,7 @@ def load(
     from blockdraft.targets.resolve import canonical_name, is_hub_id, load_target, load_tokenizer, resolve_folder
 
     if isinstance(drafter, LookupChoice):
-        return load(target, drafter.other, implementation, device, dtype)
+        return load(target, drafter.other, implementation, device, dtype, weights)
     if not is_hub_id(target):
         resolve_folder(target)  # a wrong path is the first thing to say
     # A missing drafter should not cost the time of loading a target, let alone of downloading it.
@@ -59,7 +64,8 @@ def load(
         )
     if drafter != "auto":
         find_drafter(drafter, target)
-    return load_target(target, implementation=implementation, device=device, dtype=dtype), load_tokenizer(target)
+    loaded = load_target(target, implementation=implementation, device=device, dtype=dtype, weights=weights)
+    return loaded, load_tokenizer(target)
 
 
 def make_chat(tokenizer: PreTrainedTokenizerBase, raw: bool = False, system: str | None = None) -> Chat:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.ops.layers import PackedLinear
+from blockdraft.ops.layers import pack_linears
 from blockdraft.ops.sampling import Coupling
 
 
@@ -37,8 +37,8 @@ def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device)
 
 def reduced_head(weight: Tensor) -> nn.Module:
     """The head's kept rows [V', D] as a linear layer of their own, packed where that pays."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return PackedLinear(weight)
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return head
+    alone = nn.Sequential(head)
+    pack_linears(alone)
+    return alone[0]

@@ -41,6 +41,8 @@ class LLM:
     `target` is a name or path (see `targets.resolve`), or a loaded target together with its `tokenizer`.
     `implementation` says what computes a target's layers: ours ("dense"), transformers' ("hf"), or ours where they
     are known ("auto").
+    `weights` "float16" keeps the target's matrices in half precision, sums in float32: a target of its own, read twice
+    as fast, whose drafted answers are its plain ones.  CPU, our own layers and the compiled kernel only.
     `drafter` is "auto" (the one shipped for the target), None (plain decoding), a folder, "ngram" (what followed the
     same words before), "model:NAME" (a smaller model), the settings of one of these, or a drafter that is ready;
     "ngram+" in front of a name looks the text up first and asks that drafter where there is nothing.
@@ -52,8 +54,8 @@ class LLM:
     `prefill_tokens` of prompts are read in one round while others are answered; None: whole prompts, which keeps
     those waiting.
     The answers are the same with every drafter, `slots` (requests at once) and whatever is said of drafting: exactly
-    in float32 on a CPU where oneDNN is available, elsewhere up to near ties that kernels of another shape may decide
-    otherwise.
+    in float32 on a CPU where the compiled kernel or oneDNN is available, elsewhere up to near ties that kernels of
+    another shape may decide otherwise.
     Raises ValueError, in one line, for what cannot be found or does not fit.
     """
 
@@ -64,6 +66,7 @@ class LLM:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str = "float32",
+        weights: str | None = None,
         device: str = "cpu",
         implementation: str = "auto",
         slots: int = 8,
@@ -88,7 +91,7 @@ class LLM:
             # The drafter is looked up first: a missing one should not cost the time of loading a target.
             found = find_drafter(drafter, canonical_name(spec))
             # The target next: of a folder that is no model it says what is wrong, the tokenizer only that it lacks one.
-            target = load_target(spec, dtype=dtype, device=device, implementation=implementation)
+            target = load_target(spec, dtype=dtype, device=device, implementation=implementation, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(spec)
         else:
             found = find_drafter(drafter, target.info.name)

@@ -18,6 +18,7 @@ import torch
 from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter
 from blockdraft.engine.costs import VerifyCosts, interpolate, load_costs, monotone, save_costs
+from blockdraft.ops.kernel import describe_kernel
 from blockdraft.targets.base import Target
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a row in one pass
@@ -25,7 +26,7 @@ CONTEXTS = (64, 512)  # tokens before them
 CONTEXT_TOKENS = 4096  # of all rows together, where the longer context is shortened
 BUDGET = 1.0  # seconds for each number of rows, after the passes that are needed at least
 PROMPT = 8  # tokens that the drafter sees before it is timed
-VERSION = 1
+VERSION = 2
 
 
 def known_costs(target: Target, drafter: Drafter, slots: int) -> VerifyCosts:
@@ -58,7 +59,8 @@ def describe(target: Target, drafter: Drafter, rows: Sequence[int]) -> dict[str,
     return {
         "version": VERSION,
         "machine": [platform.node(), platform.machine(), device, torch.get_num_threads(), torch.__version__],
-        "target": [info.name, type(target).__name__, *shape, str(info.dtype)],
+        "target": [info.name, type(target).__name__, *shape, str(info.dtype), str(info.storage)],
+        "kernel": describe_kernel(),
         "drafter": [drafter.name, drafter.block_size, drafter.max_drafts, list(drafter.tap_ids)],
         "rows": list(rows),
     }

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdraft.ops.kernel import KernelLinear, library
+
 VECTOR = 64  # a multiple of the elements that an elementwise kernel takes at once
 
 
@@ -165,18 +167,28 @@ class PackedLinear(nn.Module):
         return least, most
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Swap every fp32 CPU `nn.Linear` below `module` for a packed one, in place; gradients end here."""
-    if not torch.backends.mkldnn.is_available():
+def pack_linears(module: nn.Module, storage: torch.dtype = torch.float32) -> None:
+    """Swap every fp32 CPU `nn.Linear` below `module` for a packed one, in place; gradients end here.
+
+    Packed for our own kernel where it is built, else for oneDNN; only the kernel has a `storage` other than float32.
+    """
+    ours = library() is not None
+    if not ours and not torch.backends.mkldnn.is_available():
         return
     probed: dict[tuple[int, int], tuple[int, int]] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and packable(child.weight):  # a subclass may compute something else
+            if type(child) is not nn.Linear or not packable(child.weight):  # a subclass may compute something else
+                continue
+            packed: KernelLinear | PackedLinear
+            if ours:
+                packed = KernelLinear(child.weight, child.bias, storage)
+            else:
+                assert storage == torch.float32, "the caller looks whether there is a kernel"
                 shape = (child.out_features, child.in_features)
                 packed = PackedLinear(child.weight, child.bias, probed.get(shape))
                 probed[shape] = packed.span
-                setattr(parent, name, packed)
+            setattr(parent, name, packed)
 
 
 def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

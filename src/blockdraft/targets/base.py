@@ -27,6 +27,7 @@ class TargetInfo:
     max_context: int
     dtype: torch.dtype
     device: torch.device
+    storage: torch.dtype | None = None  # of the matrices, where it is another than dtype
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Letters: B rows, Q tokens per row in one call, D hidden width, H/G query/key-val
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.cache import KVCache
+from blockdraft.ops.kernel_layer import KernelLayer, KernelPass, layer_fits
 from blockdraft.ops.layers import pack_linears, rms_norm, rotary_tables, rotate
 from blockdraft.targets.attention import Step, neighbours
 from blockdraft.targets.base import TargetOutput
@@ -60,6 +62,16 @@ class DenseLayer(nn.Module):
         if hasattr(layer.self_attn, "q_norm"):
             query, key = (_detached(layer.get_submodule(name)) for name in HEAD_NORMS)
             self.head_norms = torch.cat([query.expand(self.heads, -1), key.expand(self.groups, -1)])
+        self.compiled: KernelLayer | None = None
+
+    def compile_layer(self) -> bool:
+        """Have the kernel compute the whole layer from now on; False: it is not made for this one."""
+        linears = [getattr(self, fused) for fused in FUSED]
+        norms = (self.input_norm, self.post_norm)
+        if layer_fits(linears, norms if self.head_norms is None else (*norms, self.head_norms), self.head_dim):
+            shape = self.heads, self.groups, self.head_dim
+            self.compiled = KernelLayer(linears, norms, self.head_norms, shape, self.eps, self.window)
+        return self.compiled is not None
 
     def forward(self, x: Tensor, index: int, step: Step | FixedStep, tables: tuple[Tensor, Tensor]) -> Tensor:
         """The residual stream x [B, Q, D] after the layer, which is number `index`; writes its keys and values."""
@@ -95,9 +107,10 @@ class DenseTarget(PretrainedTarget):
     """A Llama, Qwen2 or Qwen3 of transformers behind the `Target` protocol, run by `DenseLayer`.
 
     Takes the model apart, so that its weights are never held twice: it is of no use afterwards.  With `pack`,
-    linear layers are packed where they are fp32 on the CPU.  `recorder` records passes of a few tokens, to replay
-    them; None: CUDA graphs on such a device, nothing elsewhere.  ValueError: a model that `obstacle` objects to, or
-    whose own result is another.
+    linear layers are packed where they are fp32 on the CPU; `storage` float16 then halves what is read.  `recorder`
+    records passes of a few tokens, which then are torch's own operations, to replay them; None: CUDA graphs on such a
+    device, nothing elsewhere.  ValueError: a model that `obstacle` objects to, that has numbers beyond what `storage`
+    can hold, or whose own result is another.
     """
 
     implementation = "dense"
@@ -108,12 +121,15 @@ class DenseTarget(PretrainedTarget):
         name: str,
         eos_token_ids: Sequence[int] | None = None,
         pack: bool = True,
+        storage: torch.dtype | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(model.eval().requires_grad_(False), name, eos_token_ids)
         reason = obstacle(model)
         if reason is not None:
             raise self._refusal(reason)
+        if storage is not None:
+            self._round_matrices(model, storage)
         ids = self._probe()
         with torch.no_grad():
             expected = model(input_ids=ids[1:], use_cache=False).logits
@@ -127,10 +143,12 @@ class DenseTarget(PretrainedTarget):
         for index, window in enumerate(self._layer_windows()):
             network[str(index)] = DenseLayer(layers[index], self._head_counts(), self.eps, window)
             layers[index] = nn.Identity()
-        if pack:
-            pack_linears(network)
+        if pack and recorder is None:
+            pack_linears(network, storage or torch.float32)
         self._head = network.pop("head")
         self._layers: list[Any] = list(network.values())
+        # All of them or none, so that it is one kind of attention.
+        self._compiled = all(layer.compile_layer() for layer in self._layers)
         on_cuda = self.info.device.type == "cuda"
         self._recorder = CudaRecorder() if recorder is None and on_cuda else recorder
         self._graphs: WeakKeyDictionary[KVCache, Graphs] = WeakKeyDictionary()
@@ -157,10 +175,15 @@ class DenseTarget(PretrainedTarget):
     def _run(self, ids: Tensor, step: Step | FixedStep, keep_logits: int | None) -> tuple[Tensor, Tensor | None]:
         """Logits and taps; keys and values go into the cache, whose lengths do not change."""
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
-        x = F.embedding(ids, self._embedding)
+        x = F.embedding(ids, self._embedding).to(self.info.dtype)
         kept: dict[int, Tensor] = {}
+        compiled = self._compiled and isinstance(step, Step)
+        whole = KernelPass(step.rows, step.starts, ids.shape[1], tables) if compiled else None
         for index, layer in enumerate(self._layers):
-            x = layer.forward(x, index, step, tables)
+            if whole is not None:
+                x = layer.compiled(x, whole, cache.keys[index], cache.values[index])
+            else:
+                x = layer.forward(x, index, step, tables)
             if index in self.tap_ids:
                 kept[index] = x
         taps = torch.stack([kept[tap] for tap in self.tap_ids], dim=2) if self.tap_ids else None
@@ -190,6 +213,19 @@ class DenseTarget(PretrainedTarget):
             key = (tuple(rows), width, slots, keep_logits, self.tap_ids)
             logits, *taps = graphs.run(key, run, ids, starts, places)
         return logits, taps[0] if taps else None
+
+    def _round_matrices(self, model: PreTrainedModel, storage: torch.dtype) -> None:
+        """Round every matrix of the model, which so becomes the reference, and keep the tables of tokens as stored."""
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                rounded = parameter.data.to(storage)
+                if not bool(rounded.isfinite().all()):
+                    raise self._refusal(f"{name} has numbers that {str(storage).removeprefix('torch.')} cannot hold")
+                parameter.data = rounded.to(self.info.dtype)
+        tied = self._head_weight is self._embedding
+        self._embedding = self._embedding.to(storage)
+        self._head_weight = self._embedding if tied else self._head_weight.to(storage)
+        self.info = replace(self.info, storage=storage)
 
     def _layer_windows(self) -> list[int | None]:
         if not FAMILIES[self.kind]:

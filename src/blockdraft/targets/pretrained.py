@@ -71,7 +71,7 @@ class PretrainedTarget:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding table, without any scaling the model adds: [...] -> [..., D]."""
-        return F.embedding(ids, self._embedding)
+        return F.embedding(ids, self._embedding).to(self.info.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output projection alone, without the final norm: [..., D] -> [..., V]."""
@@ -80,7 +80,7 @@ class PretrainedTarget:
 
     def head_rows(self, ids: Tensor | None = None) -> Tensor:
         """Rows of the output projection's weight: [V', D]; all of them if `ids` [V'] is None."""
-        return self._head_weight if ids is None else self._head_weight[ids]
+        return (self._head_weight if ids is None else self._head_weight[ids]).to(self.info.dtype)
 
     def draft_defaults(self) -> dict[str, Any]:
         """Heads, widths and rotary numbers that a drafter takes over from this target, named as in `DrafterConfig`.

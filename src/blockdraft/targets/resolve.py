@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from blockdraft.ops.kernel import describe_kernel, library
 from blockdraft.targets.dense import DenseTarget, obstacle
 from blockdraft.targets.hf import HFTarget
 from blockdraft.targets.pretrained import PretrainedTarget
@@ -44,12 +45,14 @@ def load_target(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    weights: str | None = None,
     pack: bool = True,
     trust_remote_code: bool = False,
     implementation: str = "auto",
 ) -> PretrainedTarget:
     """Load the target that `spec` names: a folder, a .gguf file, a Hub id, or a short name of `ALIASES`.
 
+    `weights` "float16" rounds matrices to half precision and keeps them so; sums stay in fp32.
     `pack` swaps fp32 linear layers on the CPU for packed ones.  `implementation` is one of `IMPLEMENTATIONS`: our
     own layers (dense), transformers' (hf), or (auto) our own where the architecture is one of theirs.
     ValueError: one line that says what is wrong.
@@ -58,6 +61,7 @@ def load_target(
         raise ValueError(f"target implementation '{implementation}' is not one of {', '.join(IMPLEMENTATIONS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype '{dtype}' is not one of {', '.join(DTYPES)}")
+    storage = _storage(weights, dtype, device, pack)
     folder = resolve_folder(spec)
     _check_folder(folder, spec, trust_remote_code)
     try:
@@ -78,8 +82,28 @@ def load_target(
         # transformers would go on with random numbers.
         missing = sorted(report["missing_keys"])
         raise ValueError(f"target '{spec}' lacks {len(missing)} of its weights, {missing[0]} for one")
-    dense = implementation == "dense" or (implementation == "auto" and obstacle(model) is None)
-    return (DenseTarget if dense else HFTarget)(model, canonical_name(spec), pack=pack)
+    name, reason = canonical_name(spec), obstacle(model)
+    if implementation == "dense" or (implementation == "auto" and reason is None):
+        return DenseTarget(model, name, pack=pack, storage=storage)
+    if storage is not None:
+        reason = reason or "the implementation asked for is 'hf'"
+        raise ValueError(f"target '{spec}' cannot keep its weights in float16, which needs our own layers: {reason}")
+    return HFTarget(model, name, pack=pack)
+
+
+def _storage(weights: str | None, dtype: str, device: str, pack: bool) -> torch.dtype | None:
+    """What a target's matrices are kept in, where that is not `dtype`.  ValueError: it cannot be had, and why."""
+    if weights is None:
+        return None
+    if weights != "float16":
+        raise ValueError(f"weights '{weights}' is not float16; what they are computed in is the dtype")
+    if dtype != "float32" or device.partition(":")[0] != "cpu" or not pack:
+        raise ValueError("weights in float16 are for float32 on the CPU; elsewhere take dtype float16 or bfloat16")
+    if library() is None:
+        raise ValueError(
+            f"weights in float16 need the compiled kernel; linear layers are computed by {describe_kernel()}"
+        )
+    return torch.float16
 
 
 def load_tokenizer(spec: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
