@@ -164,9 +164,10 @@ def answers(target: PretrainedTarget, folder: Path, prompts: list[list[int]], li
     what they count of it.
     """
     made, ends = [], set(target.info.eos_token_ids)
+    drafter, config = load_drafter(folder, target), EngineConfig.parse({"slots": 1, "capacity": 256}, "engine")
+    asked = {"limit": limit, "ends": [*ends], "drafts": drafter.max_drafts}
     for prompt in prompts:
-        config = EngineConfig.parse({"slots": 1, "capacity": 256}, "engine")
-        engine = Engine(target, load_drafter(folder, target), config, None)
+        engine = Engine(target, drafter, config, None)
         request = engine.add(prompt, SamplingParams(max_tokens=limit + 16, ignore_eos=True))
         lengths = [1]  # the first token is the prefill's
         while (length := lasting(request.output_ids, ends, limit)) is None:
@@ -175,7 +176,7 @@ def answers(target: PretrainedTarget, folder: Path, prompts: list[list[int]], li
         whole = [after - before for before, after in pairwise(lengths)]
         rounds = [after - before for before, after in pairwise([*lengths[:-1], length])]
         tokens = list(request.output_ids)[:length]
-        made.append({"prompt": prompt, "tokens": tokens, "rounds": rounds, "whole": whole, "limit": limit, "ends": [*ends]})
+        made.append({"prompt": prompt, "tokens": tokens, "rounds": rounds, "whole": whole, **asked})
     return made
 
 

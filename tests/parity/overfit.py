@@ -32,9 +32,7 @@ def overfit(
 ) -> Path:
     """Train in `folder`; the drafter's own folder."""
     folder.mkdir(parents=True)
-    rows = [
-        {"prompt": question, "response_ids": answer} for question, answer in zip(questions, answers, strict=True)
-    ]
+    rows = [{"prompt": question, "response_ids": answer} for question, answer in zip(questions, answers, strict=True)]
     lines = folder / "answers.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"files": [str(lines)], "held_out": 0.0, "min_answer_tokens": 1}

@@ -47,26 +47,32 @@ def accepted(case: dict[str, Any]) -> int:
     return sum(sum(answer["rounds"]) - len(answer["rounds"]) for answer in case["answers"])
 
 
-def row(engine: Engine, target: str, case: dict[str, Any], found: Found) -> dict[str, Any]:
-    """A row of the record, and a line on the screen; `passed` says whether what must agree does, and only that."""
-    passed = bool(found.problems) != case["same"]
-    told = "; ".join(found.problems) or f"same, {accepted(case)} drafts accepted"
-    told = told if case["same"] else f"differs, as it must: {bool(found.problems)}"
-    print(f"{engine.engine:<13} {engine.layout:<12} {target:<13} {case['kind']:<11} {told}", flush=True)
+def make_row(engine: Engine, target: str, case: dict[str, Any], found: Found) -> dict[str, Any]:
+    """A row of the record; `passed` says whether what must agree does, and only that."""
     return {
         **asdict(engine),
         "target": target,
         "kind": case["kind"],
-        "cases": len(case["answers"]),
+        "cases": len(case["answers"]) or 1,
         "must_agree": case["same"],
         "worst_difference": found.worst,
         "tokens_equal": found.tokens,
         "rounds_equal": found.rounds,
-        "accepted_here": accepted(case),
+        "accepted_here": None if found.accepted is None else accepted(case),
         "accepted_there": found.accepted,
         "problems": found.problems,
-        "passed": passed,
+        "passed": bool(found.problems) != case["same"],
     }
+
+
+def tell(one: dict[str, Any]) -> dict[str, Any]:
+    """The row as a line on the screen."""
+    counted = "" if one["accepted_here"] is None else f", {one['accepted_here']} drafts accepted"
+    far = "" if one["worst_difference"] is None else f", within {one['worst_difference']:.1e}"
+    told = "; ".join(one["problems"]) or f"same{counted}{far}"
+    told = told if one["must_agree"] else f"differs, as it must: {bool(one['problems'])}"
+    print(f"{one['engine']:<13} {one['layout']:<13} {one['target']:<13} {one['kind']:<11} {told}", flush=True)
+    return one
 
 
 def record(path: Path, rows: list[dict[str, Any]]) -> int:
@@ -92,8 +98,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for one in rows:
         groups.setdefault((f"{one['engine']} {one['version']}", one["layout"], one["target"]), []).append(one)
     lines = [
-        "| engine | layout | target | drafters | compared | worst difference | tokens equal | rounds equal "
-        "| drafts accepted, here / there | controls seen |",
+        "| engine | layout | target | drafters | compared | farthest | tokens | rounds | accepted | controls |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (engine, layout, target), group in groups.items():
