@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,11 @@ def reason(said: str) -> str:
 
 def end(server: subprocess.Popen[bytes]) -> None:
     """The server with the processes that it started, which are a group of their own."""
-    for sent, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
-        try:
-            os.killpg(server.pid, sent)
-        except ProcessLookupError:
-            break
-        try:
-            server.wait(seconds)
-        except subprocess.TimeoutExpired:
-            continue
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)  # it, or what it left behind
     server.wait()
 
 
