@@ -8,10 +8,11 @@ engine does with each.  The other scripts read nothing but these folders, and ne
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from overfit import overfit
 from record import accepted
 from tiny import tiny_llama, tiny_qwen3
 
+from blockdraft.cli import main as blockdraft
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.drafters.block import BlockModel
 from blockdraft.drafters.checkpoint import load_drafter, load_model, save_drafter
@@ -207,10 +209,13 @@ def hidden(path: Path, folder: Path, target: PretrainedTarget, taps: Tensor) -> 
 
 def launch_line(out: Path, layout: str, kind: str) -> str:
     """What `blockdraft command` says that starts vLLM with a drafter."""
-    command = [sys.executable, "-m", "blockdraft", "command", "vllm", "--drafter", str(out / layout / kind)]
-    done = subprocess.run([*command, "--target", str(out / "target")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    said = io.StringIO()
+    command = ["command", "vllm", "--drafter", str(out / layout / kind), "--target", str(out / "target")]
+    with redirect_stdout(said), suppress(SystemExit):
+        blockdraft(command)
+    line = said.getvalue().strip()
+    assert line, f"{' '.join(command)} is refused"
+    return line
 
 
 if __name__ == "__main__":
