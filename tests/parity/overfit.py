@@ -18,7 +18,7 @@ from blockdraft.train.chats import Tokenizer
 from blockdraft.train.run import train_drafter
 
 RECIPE = {
-    "steps": 20,
+    "steps": 16,
     "anchors": 8,
     "drafter": {"num_layers": 2, "num_taps": 3, "block_size": 8, "fusion_init": "whitened"},
     "loss": {"gamma": 4.0},
