@@ -97,7 +97,7 @@ def tiny(out: Path, build: Callable[..., Any], kinds: Sequence[str]) -> None:
         cases.append(case(out, kind, folder, layouts, card, answers(target, folder, PROMPTS, 48)))
         if kind in CASES["dflash"]:
             hidden(out / "hidden" / f"{kind}.safetensors", folder, target, taps)
-    cases.append(control(out, cases[0], out / "ours" / kinds[0], card))
+    cases.append(control(out, cases[0], out / "ours" / kinds[0], card, target))
     (out / "cases.json").write_text(json.dumps(cases))
 
 
@@ -119,7 +119,7 @@ def default(out: Path) -> None:
     model, _ = load_model(folder)
     seen = OnlineFeatures(target, model.config.tap_ids, top_k=0).batch([Sample("", "", ids, torch.ones_like(ids) > 0)])
     hidden(out / "hidden" / "plain.safetensors", folder, target, seen.taps)
-    cases.append(control(out, cases[0], folder, card))
+    cases.append(control(out, cases[0], folder, card, target))
     cases.append(case(out, "shipped", shipped_folder(DEFAULT), SHIPPED, card, shipped))
     for one in cases:
         one["launch"] = {
@@ -148,12 +148,23 @@ def case(
     return found
 
 
-def control(out: Path, real: dict[str, Any], folder: Path, card: TargetCard) -> dict[str, Any]:
-    """A case again with layer ids one too high, which no engine can see and the comparison must."""
+def control(
+    out: Path, real: dict[str, Any], folder: Path, card: TargetCard, target: PretrainedTarget
+) -> dict[str, Any]:
+    """A case again with layer ids one too high, which no engine can see and the comparison must.
+
+    A drafter that knows its answers altogether by heart does not listen to the target, and would not do.
+    """
     model, ids = load_model(folder)
     other = BlockModel(model.config.model_copy(update={"tap_ids": tuple(tap + 1 for tap in model.config.tap_ids)}))
     other.load_state_dict(model.state_dict())
     save_drafter(out / "ours" / CONTROL, other, ids, {}, torch.float32)
+    prompts, limit = [answer["prompt"] for answer in real["answers"]], real["answers"][0]["limit"]
+    shifted = answers(target, out / "ours" / CONTROL, prompts, limit)
+    # Rounds of the same tokens: so many drafts more or fewer were accepted.
+    pairs = zip(shifted, real["answers"], strict=True)
+    far = max(abs(len(one["rounds"]) - len(other["rounds"])) for one, other in pairs)
+    assert far > 1, f"{out.name}: layer ids do not matter to this drafter"
     for layout in real["layouts"]:
         export(out / "ours" / CONTROL, out / layout / CONTROL, layout, card, "float32")
     return {**real, "kind": CONTROL, "same": False}
