@@ -69,7 +69,7 @@ def tell(one: dict[str, Any]) -> dict[str, Any]:
     """The row as a line on the screen."""
     counted = "" if one["accepted_here"] is None else f", {one['accepted_here']} drafts accepted"
     far = "" if one["worst_difference"] is None else f", within {one['worst_difference']:.1e}"
-    told = "; ".join(one["problems"]) or f"same{counted}{far}"
+    told = "; ".join(one["problems"]) or (f"same{counted}{far}" if any((counted, far)) else one["compared"])
     told = told if one["must_agree"] else f"differs, as it must: {bool(one['problems'])}"
     print(f"{one['engine']:<13} {one['layout']:<13} {one['target']:<13} {one['kind']:<11} {told}", flush=True)
     return one
@@ -96,19 +96,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line for each engine, layout and target, the controls counted apart."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in rows:
-        groups.setdefault((f"{one['engine']} {one['version']}", one["layout"], one["target"]), []).append(one)
+        key = (f"{one['engine']} {one['version']}", one["layout"], one["target"], one["compared"])
+        groups.setdefault(key, []).append(one)
     lines = [
         "| engine | layout | target | drafters | compared | farthest | tokens | rounds | accepted | controls |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (engine, layout, target), group in groups.items():
+    for (engine, layout, target, compared), group in groups.items():
         same, controls = [one for one in group if one["must_agree"]], [one for one in group if not one["must_agree"]]
         far = [one["worst_difference"] for one in same if one["worst_difference"] is not None]
         both = [_total(same, "accepted_here"), _total(same, "accepted_there")]
+        seen = f"{sum(one['passed'] for one in controls)} of {len(controls)}" if controls else ""
         cells = [
-            engine, layout, target, str(len(same)), same[0]["compared"], f"{max(far):.1e}" if far else "",
+            engine, layout, target, str(len(same)), compared, f"{max(far):.1e}" if far else "",
             _share(same, "tokens_equal"), _share(same, "rounds_equal"),
-            " / ".join(both) if both[1] else "", f"{sum(one['passed'] for one in controls)} of {len(controls)}",
+            " / ".join(both) if both[1] else "", seen,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
