@@ -48,7 +48,7 @@ def accepted(case: dict[str, Any]) -> int:
 
 
 def make_row(engine: Engine, target: str, case: dict[str, Any], found: Found) -> dict[str, Any]:
-    """A row of the record; `passed` says whether what must agree does, and only that."""
+    """A row of the record; `passed` says whether what must agree does, and only that (None: nothing could be run)."""
     return {
         **asdict(engine),
         "target": target,
@@ -80,7 +80,7 @@ def record(path: Path, rows: list[dict[str, Any]]) -> int:
     held = {_key(one): one for one in (load(path) if path.exists() else [])} | {_key(one): one for one in rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(held[key]) for key in sorted(held)) + "\n]\n", encoding="utf-8")
-    return int(not all(one["passed"] for one in rows))
+    return int(any(one["passed"] is False for one in rows))
 
 
 def load(path: Path) -> list[dict[str, Any]]:
