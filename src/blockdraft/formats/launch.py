@@ -92,6 +92,8 @@ def _vllm(layout: Layout, config: DrafterConfig, path: Path, card: TargetCard) -
     notes = []
     if layout.family == "block" and not all(config.causal(layer) for layer in range(config.num_layers)):
         notes.append("the attention backend must do bidirectional blocks over a paged cache: on NVIDIA, flash_attn")
+    if method == "dspark":
+        notes.append("DSpark runs in model runner V2 alone: vLLM built for the CPU has none, and refuses it")
     return Launch(("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(words), tuple(notes))
 
 
