@@ -9,7 +9,7 @@ BROKEN := $(VENV)/.unfinished
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 PEERS  := .parity
 
-.PHONY: demo test test-slow parity lint format setup clean
+.PHONY: demo test test-slow parity peers peers-named lint format setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -55,15 +55,33 @@ parity: $(STAMP) $(PEERS)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make_step.py $(PEERS)/out/step
 	OMP_NUM_THREADS=1 $(PEERS)/specforge/bin/python tests/parity/with_specforge.py $(PEERS)/out/step
 
-$(PEERS)/.ready:
-	@echo "parity: installing the other engines into $(PEERS)"
-	@rm -rf $(PEERS) && mkdir $(PEERS)
+# The same questions, weights and drafter, turn about, and how fast each engine is: on a machine that does nothing else.
+#   make peers DRAFTER=folder PROMPTS=file.jsonl [OPTIONS='--threads 1 --output results/peers-1-thread.json']
+peers: peers-named $(STAMP) $(PEERS)/.engines
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) torch==2.13.0 -e '.[bench]'
+	$(BIN)/python benchmarks/peers/compare.py --drafter '$(DRAFTER)' --prompts '$(PROMPTS)' \
+	  --environments $(PEERS) $(OPTIONS)
+
+# Before anything is installed.
+peers-named:
+	@test -f '$(DRAFTER)/config.json' || \
+	  { echo "error: DRAFTER='$(DRAFTER)' is no drafter: make peers DRAFTER=folder PROMPTS=file.jsonl" >&2; exit 1; }
+	@test -f '$(PROMPTS)' || \
+	  { echo "error: PROMPTS='$(PROMPTS)' is no file: make peers DRAFTER=folder PROMPTS=file.jsonl" >&2; exit 1; }
+
+$(PEERS)/.engines:
+	@echo "installing other engines into $(PEERS)"
+	@mkdir -p $(PEERS) && rm -rf $(PEERS)/reference $(PEERS)/llamacpp
 	@$(PYTHON) -m venv $(PEERS)/reference && $(PYTHON) -m venv $(PEERS)/llamacpp
 	@$(PEERS)/reference/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
 	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	@$(PEERS)/reference/bin/python -m pip install --quiet loguru openai pydantic-settings datasets
 	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
-	@$(PYTHON) -m venv $(PEERS)/specforge
+	@touch $@
+
+$(PEERS)/.ready: $(PEERS)/.engines
+	@echo "parity: installing a trainer of others into $(PEERS)"
+	@rm -rf $(PEERS)/specforge && $(PYTHON) -m venv $(PEERS)/specforge
 	@$(PEERS)/specforge/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 safetensors
 	@$(PEERS)/specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
 	@touch $@

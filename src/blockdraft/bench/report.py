@@ -124,16 +124,25 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
 
 def update_readme(readme: Path, results: Sequence[Path]) -> None:
     """Put the table of some results between the README's markers.  Raises ValueError if it has none."""
-    text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{readme}: no lines '{BEGIN}' and '{END}'")
-    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+    put_between(readme, BEGIN, END, markdown(load_finished(results)))
+
+
+def load_finished(results: Sequence[Path]) -> list[dict[str, Any]]:
+    """Reports of benchmarks that ran to their end.  Raises ValueError if one did not, or is none."""
     reports = [load(path) for path in results]
     for path, report in zip(results, reports, strict=True):
         if not report["complete"]:
             raise ValueError(f"{path}: the benchmark was not finished")
-    table = markdown(reports)
-    readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
+    return reports
+
+
+def put_between(document: Path, begin: str, end: str, table: str) -> None:
+    """Replace what stands between two lines of a document.  Raises ValueError if it has them not."""
+    text = document.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{document}: no lines '{begin}' and '{end}'")
+    head, tail = text.partition(begin)[0], text.partition(end)[2]
+    document.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
 
 
 def _identical(arm: dict[str, Any]) -> str:
