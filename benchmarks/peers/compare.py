@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from blockdraft.config import SamplingParams
 
 HERE = Path(__file__).parent
 TARGET = "smollm2-135m"
+LEFT_TO_ITSELF = 3  # what llama.cpp drafts a round unless it is told
 SPARE = 64  # llama.cpp has drafts behind the last token in its context too
 Ask = Callable[[str, Sequence[int], int, Sequence[int]], Mapping[str, Any]]
 
@@ -110,9 +112,14 @@ def plans(
     names = ["transformers", "transformers-lookup", "transformers-dflash", "dflash"]
     yield options.environments / "reference" / "bin" / "python", "reference.py", {**common, **own}, names
     for weights in ("f32", "f16"):
-        for arm, draft in ((f"llamacpp-{weights}", None), (f"llamacpp-{weights}-dflash", paths[f"drafter-{weights}"])):
-            own = {"target": paths[f"target-{weights}"], "drafter": draft, "arm": arm}
-            yield options.environments / "llamacpp" / "bin" / "python", "llamacpp.py", {**common, **own}, [arm]
+        arm, draft = f"llamacpp-{weights}", paths[f"drafter-{weights}"]
+        for own in (
+            {"arm": arm, "drafter": None},
+            {"arm": f"{arm}-dflash", "drafter": draft},
+            {"arm": f"{arm}-dflash-3", "drafter": draft, "drafts": min(LEFT_TO_ITSELF, common["drafts"])},
+        ):
+            own = {**common, **own, "target": paths[f"target-{weights}"]}
+            yield options.environments / "llamacpp" / "bin" / "python", "llamacpp.py", own, [own["arm"]]
     own = {"target": paths["target"], "drafter": paths["dflash"]}
     yield Path(sys.executable), "ours.py", {**common, **own}, ["blockdraft", "blockdraft-dflash", "blockdraft-auto"]
 
@@ -183,4 +190,5 @@ def compare(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the workers have to be ended, the stopped ones too
     sys.exit(main(sys.argv[1:]))

@@ -60,8 +60,10 @@ PEERS = (
     Peer("dflash", "authors' package", "DFlash", plain="transformers"),
     Peer("llamacpp-f32", "llama.cpp", "none"),
     Peer("llamacpp-f32-dflash", "llama.cpp", "DFlash", plain="llamacpp-f32"),
+    Peer("llamacpp-f32-dflash-3", "llama.cpp", "DFlash, 3 at most", plain="llamacpp-f32"),
     Peer("llamacpp-f16", "llama.cpp", "none", "F16", like="llamacpp-f16"),
-    Peer("llamacpp-f16-dflash", "llama.cpp", "DFlash", "F16", plain="llamacpp-f16", like="llamacpp-f16"),
+    Peer("llamacpp-f16-dflash", "llama.cpp", "DFlash", "F16", "llamacpp-f16", "llamacpp-f16"),
+    Peer("llamacpp-f16-dflash-3", "llama.cpp", "DFlash, 3 at most", "F16", "llamacpp-f16", "llamacpp-f16"),
     Peer("blockdraft", "blockdraft", "none"),
     Peer("blockdraft-dflash", "blockdraft", "DFlash, all verified", plain="blockdraft"),
     Peer("blockdraft-auto", "blockdraft", "DFlash, `auto`", plain="blockdraft"),
@@ -111,8 +113,7 @@ def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     """The document's part: for each run a heading, a table and the machine; what the columns mean."""
     lines = []
     for report in sorted(reports, key=lambda report: -report["setup"]["machine"]["threads"]):
-        threads = report["setup"]["machine"]["threads"]
-        lines += [f"### On {threads} {'thread' if threads == 1 else 'threads'}", "", *_table(report), ""]
+        lines += [f"### On {_threads(report['setup'])}", "", *_table(report), ""]
         lines += [*_differences(report), _note(report["setup"]), ""]
     return "\n".join([*lines, MEANINGS])
 
@@ -143,7 +144,7 @@ def _bars(figure: Figure, report: Mapping[str, Any]) -> Figure:
         where, label = [places[arm["name"]] for arm in own], "drafted" if drafted else "plain"
         axes.barh(where, middle, height=0.7, xerr=spread, error_kw={"linewidth": 0.8, "capsize": 2}, label=label)
     axes.set(yticks=range(len(places)), yticklabels=list(places), xlabel="tokens per second, prefill included")
-    axes.set(title=f"{setup['dataset']}, {setup['prompts']} prompts, {setup['machine']['threads']} threads")
+    axes.set(title=f"{setup['dataset']}, {setup['prompts']} prompts, {_threads(setup)}")
     axes.invert_yaxis()
     axes.legend(loc="lower right", fontsize="small")
     return figure
@@ -200,13 +201,18 @@ def _differences(report: Mapping[str, Any]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+def _threads(setup: Mapping[str, Any]) -> str:
+    count = setup["machine"]["threads"]
+    return f"{count} {'thread' if count == 1 else 'threads'}"
+
+
 def _note(setup: Mapping[str, Any]) -> str:
     where = setup["machine"]
     # Workers that share an environment, or a library, say the same.
     versions = dict.fromkeys(f"{name} {number}" for own in setup["versions"].values() for name, number in own.items())
     return (
         f"{setup['prompts']} prompts of {setup['dataset']}, up to {setup['params']['max_tokens']} tokens; "
-        f"{setup['target']}; {where['cpu']}, {where['threads']} of {where['cores']} cores; "
+        f"{setup['target']}; {where['cpu']}, {where['cores']} cores, {_threads(setup)}; "
         f"{', '.join(versions)}."
     )
 
