@@ -146,7 +146,7 @@ def _bars(figure: Figure, report: Mapping[str, Any]) -> Figure:
     axes.set(yticks=range(len(places)), yticklabels=list(places), xlabel="tokens per second, prefill included")
     axes.set(title=f"{setup['dataset']}, {setup['prompts']} prompts, {_threads(setup)}")
     axes.invert_yaxis()
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside lower right", ncols=2, fontsize="small")
     return figure
 
 
