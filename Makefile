@@ -45,7 +45,7 @@ test-slow: $(STAMP)
 # Exported drafters in the engines of others: the authors' package, transformers, llama.cpp.  Tokens, rounds and hidden
 # states must be ours.  Training steps in SGLang's trainer: losses and gradients must be ours.  Each of them has an
 # environment of its own (about 3 GB, once; SpecForge needs Python 3.11 or newer).
-parity: $(STAMP) $(PEERS)/.ready
+parity: $(STAMP) $(PEERS)/reference/.ready $(PEERS)/llamacpp/.ready $(PEERS)/specforge/.ready
 	rm -rf $(PEERS)/out
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out
 	OMP_NUM_THREADS=1 $(PEERS)/reference/bin/python tests/parity/with_dflash.py $(PEERS)/out/tiny
@@ -57,7 +57,7 @@ parity: $(STAMP) $(PEERS)/.ready
 
 # The same questions, weights and drafter, turn about, and how fast each engine is: on a machine that does nothing else.
 #   make peers DRAFTER=folder PROMPTS=file.jsonl [OPTIONS='--threads 1 --output results/peers-1-thread.json']
-peers: peers-named $(STAMP) $(PEERS)/.engines
+peers: peers-named $(STAMP) $(PEERS)/reference/.ready $(PEERS)/llamacpp/.ready
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) torch==2.13.0 -e '.[bench]'
 	$(BIN)/python benchmarks/peers/compare.py --drafter '$(DRAFTER)' --prompts '$(PROMPTS)' \
 	  --environments $(PEERS) $(OPTIONS)
@@ -69,21 +69,26 @@ peers-named:
 	@test -f '$(PROMPTS)' || \
 	  { echo "error: PROMPTS='$(PROMPTS)' is no file: make peers DRAFTER=folder PROMPTS=file.jsonl" >&2; exit 1; }
 
-$(PEERS)/.engines:
-	@echo "installing other engines into $(PEERS)"
-	@mkdir -p $(PEERS) && rm -rf $(PEERS)/reference $(PEERS)/llamacpp
-	@$(PYTHON) -m venv $(PEERS)/reference && $(PYTHON) -m venv $(PEERS)/llamacpp
-	@$(PEERS)/reference/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
-	@$(PEERS)/reference/bin/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
-	@$(PEERS)/reference/bin/python -m pip install --quiet loguru openai pydantic-settings datasets
-	@$(PEERS)/llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
+# An environment is made anew where an install was cut off: the stamp is written last.
+PEER = echo "parity: installing into $(@D)" && rm -rf $(@D) && mkdir -p $(PEERS) && $(PYTHON) -m venv $(@D)
+GET  = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input
+
+$(PEERS)/reference/.ready:
+	@$(PEER)
+	@$(GET) torch==2.13.0 transformers==5.24.0 safetensors
+	@$(GET) --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+	@$(GET) loguru openai pydantic-settings datasets
 	@touch $@
 
-$(PEERS)/.ready: $(PEERS)/.engines
-	@echo "parity: installing a trainer of others into $(PEERS)"
-	@rm -rf $(PEERS)/specforge && $(PYTHON) -m venv $(PEERS)/specforge
-	@$(PEERS)/specforge/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 safetensors
-	@$(PEERS)/specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
+$(PEERS)/llamacpp/.ready:
+	@$(PEER)
+	@$(GET) xllamacpp==2026.10.11549
+	@touch $@
+
+$(PEERS)/specforge/.ready:
+	@$(PEER)
+	@$(GET) torch==2.13.0 transformers==5.19.0 safetensors
+	@$(GET) --no-deps specforge==0.2.0
 	@touch $@
 
 lint: $(STAMP)
