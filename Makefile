@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 PEERS  := .parity
 RECORD ?= $(PEERS)/parity.json
 
-.PHONY: demo test test-slow parity parity-vllm lint format setup clean
+.PHONY: demo test test-slow parity parity-vllm peers peers-named lint format setup clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -63,6 +63,20 @@ parity-vllm: $(STAMP) $(PEERS)/vllm/.ready
 	rm -rf $(PEERS)/out-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/make.py $(PEERS)/out-vllm smollm2-135m
 	$(PEERS)/vllm/bin/python tests/parity/with_vllm.py $(RECORD) $(PEERS)/out-vllm/smollm2-135m
+
+# The same questions, weights and drafter, turn about, and how fast each engine is: on a machine that does nothing else.
+#   make peers DRAFTER=folder PROMPTS=file.jsonl [OPTIONS='--threads 1 --output results/peers-1-thread.json']
+peers: peers-named $(STAMP) $(PEERS)/reference/.ready $(PEERS)/llamacpp/.ready
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) torch==2.13.0 -e '.[bench]'
+	$(BIN)/python benchmarks/peers/compare.py --drafter '$(DRAFTER)' --prompts '$(PROMPTS)' \
+	  --environments $(PEERS) $(OPTIONS)
+
+# Before anything is installed.
+peers-named:
+	@test -f '$(DRAFTER)/config.json' || \
+	  { echo "error: DRAFTER='$(DRAFTER)' is no drafter: make peers DRAFTER=folder PROMPTS=file.jsonl" >&2; exit 1; }
+	@test -f '$(PROMPTS)' || \
+	  { echo "error: PROMPTS='$(PROMPTS)' is no file: make peers DRAFTER=folder PROMPTS=file.jsonl" >&2; exit 1; }
 
 # An environment is made anew where an install was cut off: the stamp is written last.
 PEER = echo "parity: installing into $(@D)" && rm -rf $(@D) && mkdir -p $(PEERS) && $(PYTHON) -m venv $(@D)

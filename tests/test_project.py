@@ -18,8 +18,8 @@ FORBIDDEN = [re.compile(pattern) for pattern in ("/[w]ork/", "[.]{2}/[s]hared", 
 
 def own_files() -> list[Path]:
     """The files of the checkout that a person wrote, or that are shipped."""
-    places = ("src", "tests", "recipes", "docs", "results", ".ci", "Makefile", "pyproject.toml", "hatch_build.py")
-    files = [ROOT / name for name in (*places, *(path.name for path in ROOT.glob("*.md")))]
+    places = ("src", "tests", "benchmarks", "recipes", "docs", "results", ".ci", "Makefile", "pyproject.toml")
+    files = [ROOT / name for name in (*places, "hatch_build.py", *(path.name for path in ROOT.glob("*.md")))]
     found = [path for place in files for path in ([place] if place.is_file() else place.rglob("*"))]
     return [path for path in found if path.is_file() and "__pycache__" not in path.parts]
 

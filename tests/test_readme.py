@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from models import save_tiny_drafter, save_tiny_target
 
-from blockdraft.bench import report
+from blockdraft.bench import peers, report
 from blockdraft.bench.ablation import arm_recipes, part_keys
 from blockdraft.bench.ablation_table import load_results, render
 from blockdraft.cli import main
@@ -168,6 +168,19 @@ def test_the_ablations_are_what_results_hold() -> None:
     config = load_ablation(ROOT / "recipes" / "ablation-smollm2.yaml", ("base.data.files=[answers.jsonl]",))
     results = load_results(folder, config, arm_recipes(config))
     assert render(results, list(config.arms), part_keys(config)).splitlines() == made
+
+
+def test_the_other_engines_are_what_results_hold(tmp_path: Path) -> None:
+    document = ROOT / "docs" / "performance.md"
+    text = document.read_text(encoding="utf-8")
+    files = sorted((ROOT / "results").glob("peers*.json"))
+    if not files:
+        assert "<!-- peers: begin -->\nNot measured yet.\n<!-- peers: end -->" in text
+        return
+    copy = tmp_path / "performance.md"
+    copy.write_text(text, encoding="utf-8")
+    peers.update(copy, files)
+    assert copy.read_text(encoding="utf-8") == text
 
 
 def python_example(replace: Callable[[str], str] = str) -> str:

@@ -1,4 +1,4 @@
-"""GGUF files of targets, every weight in F32, for llama.cpp."""
+"""GGUF files of targets with dense weights, for llama.cpp."""
 
 from __future__ import annotations
 
@@ -60,16 +60,18 @@ def paired(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def dequantise(source: Path, path: Path) -> None:
-    """A GGUF file with every weight in F32: quantised ones are multiplied differently everywhere."""
+def dequantise(source: Path, path: Path, dtype: Any = np.float32) -> None:
+    """A GGUF file with every weight in F32, or its matrices in F16: quantised ones are multiplied differently
+    everywhere."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
             writer.add_key_value(name, field.contents(), field.types[0], field.types[1] if field.types[1:] else None)
     for tensor in reader.tensors:
-        dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, dense.reshape([int(size) for size in reversed(tensor.shape)]))
+        dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        shape = [int(size) for size in reversed(tensor.shape)]
+        writer.add_tensor(tensor.name, dense.astype(dtype if len(shape) > 1 else np.float32).reshape(shape))
     finish(writer)
 
 

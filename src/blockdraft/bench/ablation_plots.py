@@ -38,7 +38,7 @@ def draw(results: Results, parts: Sequence[str], folder: Path) -> list[Path]:
     mixed = {name: result["fusion"] for name, result in results.items() if "fusion" in result}
     if mixed:
         figures["fusion.png"] = _fusion(Figure(figsize=(4 * len(mixed), 3.5), layout="constrained"), mixed)
-    return [_save(figure, folder / name) for name, figure in figures.items()]
+    return [save_figure(figure, folder / name) for name, figure in figures.items()]
 
 
 def _tau(figure: Figure, arms: list[str], measured: dict[str, dict[str, Any]]) -> Figure:
@@ -91,7 +91,8 @@ def _fusion(figure: Figure, mixed: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write the image, whole or not at all."""
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(temporary, dpi=150, format="png")
     os.replace(temporary, path)

@@ -36,14 +36,15 @@ class Answer:
 class Arm:
     """A way to answer: token ids of some prompts and their parameters in, answers out.
 
-    foreign: another library's.  comparable: its tokens must equal the reference's; with sampling, another
-    library draws other random numbers and they need not.
+    foreign: another library's.  comparable: its tokens must equal those of the arm `like` (None: the reference's, which
+    is the first arm); with sampling, another library draws other random numbers and they need not.
     """
 
     name: str
     answer: Callable[[list[list[int]], list[SamplingParams]], list[Answer]]
     foreign: bool = False
     comparable: bool = True
+    like: str | None = None
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,16 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
 
 def update_readme(readme: Path, results: Sequence[Path]) -> None:
     """Put the table of some results between the README's markers.  Raises ValueError if it has none."""
+    insert(readme, "results", markdown(load_finished(results)))
+
+
+def load_finished(results: Sequence[Path]) -> list[dict[str, Any]]:
+    """Reports of benchmarks that ran to their end.  Raises ValueError if one did not, or is none."""
     reports = [load(path) for path in results]
     for path, report in zip(results, reports, strict=True):
         if not report["complete"]:
             raise ValueError(f"{path}: the benchmark was not finished")
-    insert(readme, "results", markdown(reports))
+    return reports
 
 
 def insert(document: Path, name: str, table: str) -> None:

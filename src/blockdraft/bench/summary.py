@@ -19,11 +19,14 @@ Margin = Callable[[Sequence[int], int, int], float]
 
 
 def summarise(rows: Sequence[Row], arms: Sequence[Arm], margin: Margin | None = None) -> dict[str, Any]:
-    """Arms, ratios between them, and every row, as plain values.  The first arm is the one others must equal."""
+    """Arms, ratios between them, and every row, as plain values.
+
+    The first arm is the one that others must equal, unless they are `like` another.
+    """
     reference = arms[0].name
     described = [_describe(row, arms, reference, margin) for row in rows]
     return {
-        "arms": [_summarise_arm(arm, rows, described, reference) for arm in arms],
+        "arms": [_summarise_arm(arm, rows, described) for arm in arms],
         "ratios": {f"{fast}/{slow}": _ratio(rows, fast, slow) for fast, slow in _pairs(arms)},
         "rows": described,
     }
@@ -69,9 +72,7 @@ def _pairs(arms: Sequence[Arm]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _summarise_arm(
-    arm: Arm, rows: Sequence[Row], described: Sequence[dict[str, Any]], reference: str
-) -> dict[str, Any]:
+def _summarise_arm(arm: Arm, rows: Sequence[Row], described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     timed = [row.arms[arm.name] for row in rows]
     answers = [answer for one in timed for answer in one.answers]
     same = [flag for row in described for flag in row["identical"].get(arm.name, [])]
@@ -86,7 +87,7 @@ def _summarise_arm(
         "rounds_by_width": rounds_by_width(answers),
         "rounds_without_drafting": sum(answer.undrafted for answer in answers),
         "rounds_with_the_free_part": sum(answer.partly_drafted for answer in answers),
-        "identical": all(same) if same and arm.name != reference else None,
+        "identical": all(same) if same else None,
         "identical_answers": sum(same),
         "compared_answers": len(same),
         "repeats_agree": all(one.repeats_agree for one in timed),
@@ -101,13 +102,14 @@ def _ratio(rows: Sequence[Row], fast: str, slow: str) -> dict[str, float]:
 
 
 def _describe(row: Row, arms: Sequence[Arm], reference: str, margin: Margin | None) -> dict[str, Any]:
-    """One row as plain values: what each arm did, and where it first left the reference's answer."""
-    expected = [answer.token_ids for answer in row.arms[reference].answers]
+    """One row as plain values: what each arm did, and where it first left the answer that it must equal."""
     identical: dict[str, list[bool]] = {}
     differences = []
     for arm in arms:
-        if arm.name == reference or not (arm.comparable and arms[0].comparable):
+        like = arm.like if arm.like is not None else reference
+        if arm.name == like or not (arm.comparable and arms[0].comparable):
             continue
+        expected = [answer.token_ids for answer in row.arms[like].answers]
         found = [answer.token_ids for answer in row.arms[arm.name].answers]
         places = [first_difference(want, got) for want, got in zip(expected, found, strict=True)]
         identical[arm.name] = [place is None for place in places]
