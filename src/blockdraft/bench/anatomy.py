@@ -2,7 +2,7 @@
 
 A pass is run once and its products and attentions are kept with what they were given; then they alone are run again,
 in the order of the pass, so that weights come from memory as they do in it.  What is left of the pass is norms,
-rotary positions, activations and the host's own steps.
+rotary positions, activations and the host's own steps; and attention, where a compiled kernel does whole layers.
 Letters: B rows, Q tokens per row in one call, K drafts, S tokens of context.
 """
 
@@ -24,8 +24,10 @@ from blockdraft.config import SamplingParams
 from blockdraft.drafters.base import Drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.ops.acceptance import accept
+from blockdraft.ops.kernel import KernelLinear
 from blockdraft.ops.sampling import ChoiceState, choose
 from blockdraft.targets.base import Target
+from blockdraft.targets.dense import DenseTarget
 
 READ_BYTES, READ_TIMES = 1 << 28, 5
 SIDE, MULTIPLY_TIMES = 1024, 10
@@ -59,7 +61,7 @@ class Speed:
 class Calls(TorchFunctionMode):
     """The products and attentions of one pass, with their inputs."""
 
-    products: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
+    products: list[tuple[Any, Tensor]] = field(default_factory=list)
     attentions: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,6 +134,12 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
     out, anchor = forward(drafts + 1), tokens[:, -1]
     taps = None if out.taps is None else out.taps[:, :2]
 
+    def known(rows: int) -> Calls | None:
+        # Whole layers of the kernel are no calls that could be listened to.
+        if not isinstance(target, DenseTarget):
+            return None
+        return Calls([(module, torch.randn(rows, module.in_features, device=device)) for module in target.products()])
+
     def choice() -> None:
         states = [ChoiceState(SamplingParams(), 0, ids, target.info.vocab_size, device)]
         chosen = choose(out.logits, states, [len(ids)], block[:, 1:])
@@ -144,11 +152,11 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
 
     parts = [
         *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device),
-        *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device),
+        *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device, known(drafts + 1)),
         Part("choose and accept", median_seconds(choice, repeats, device)),
         Part("observe 2 tokens", median_seconds(observe, repeats, device)),
     ]
-    return [*parts, *_split("plain pass", lambda: forward(1), repeats, device)]
+    return [*parts, *_split("plain pass", lambda: forward(1), repeats, device, known(1))]
 
 
 def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> float:
@@ -164,22 +172,28 @@ def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: 
     return statistics.median(seconds)
 
 
-def _split(name: str, run: Callable[[], object], repeats: int, device: torch.device) -> list[Part]:
-    """A pass as a whole, then its products, its attentions and the rest."""
-    calls = calls_of(run)
+def _split(
+    name: str, run: Callable[[], object], repeats: int, device: torch.device, known: Calls | None = None
+) -> list[Part]:
+    """A pass as a whole, then its products, its attentions and the rest; `known`: its products, if they are."""
+    calls = calls_of(run) if known is None else known
     whole = median_seconds(run, repeats, device)
     products = median_seconds(calls.multiply, repeats, device) if calls.products else 0.0
     attentions = median_seconds(calls.attend, repeats, device) if calls.attentions else 0.0
-    sizes = [
-        (module.out_features * module.in_features, x.numel() // module.in_features) for module, x in calls.products
-    ]
+    weights = [(module.out_features * module.in_features, x) for module, x in calls.products]
     parts = [Part(name, whole)]
     if products:
-        read = sum(size for size, _ in sizes) * calls.products[0][1].element_size()
-        parts.append(Part(f"{name}: products", products, read, sum(size * rows for size, rows in sizes)))
+        read = sum(size * _width(module, x) for (module, x), (size, _) in zip(calls.products, weights, strict=True))
+        multiplied = sum(size * (x.numel() // x.shape[-1]) for size, x in weights)
+        parts.append(Part(f"{name}: products", products, read, multiplied))
     if attentions:
         parts.append(Part(f"{name}: attention", attentions))
     return [*parts, Part(f"{name}: the rest", max(whole - products - attentions, 0.0))]
+
+
+def _width(module: Any, x: Tensor) -> int:
+    """Bytes of a stored weight."""
+    return int(module.panels.element_size() if isinstance(module, KernelLinear) else x.element_size())
 
 
 def describe(parts: Sequence[Part], whole: float, speed: Speed) -> dict[str, Any]:

@@ -101,9 +101,9 @@ def make_engine(
     from blockdraft.config import EngineConfig
     from blockdraft.engine.engine import Engine
 
-    values = {"slots": slots, "capacity": max(capacity, 8)}
-    values |= {"verify_width": verify_width, "coupled": coupled, "prefill_tokens": prefill_tokens}
-    return Engine(target, drafter, EngineConfig.parse(values, "engine"), tokenizer)
+    room: dict[str, Any] = {"slots": slots, "capacity": max(capacity, 8), "prefill_tokens": prefill_tokens}
+    drafting = {"verify_width": verify_width, "coupled": coupled}
+    return Engine(target, drafter, EngineConfig.parse({**room, **drafting}, "engine"), tokenizer)
 
 
 def engine_arm(name: str, engine: Engine) -> Arm:

@@ -159,6 +159,10 @@ class DenseTarget(PretrainedTarget):
         found: dict[str, Tensor] = self._layers[layer].weights()
         return found
 
+    def products(self) -> list[Any]:
+        """The linear layers of a pass, in its order."""
+        return [*(getattr(layer, fused) for layer in self._layers for fused in FUSED), self._head]
+
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
         """Append ids [B, Q] to the cache slots `rows`; see `Target.forward`.  ValueError: the slot is too small."""
@@ -177,11 +181,12 @@ class DenseTarget(PretrainedTarget):
         tables = rotary_tables(step.positions(), *self._rotary, self.info.dtype)
         x = F.embedding(ids, self._embedding).to(self.info.dtype)
         kept: dict[int, Tensor] = {}
-        compiled = self._compiled and isinstance(step, Step)
-        whole = KernelPass(step.rows, step.starts, ids.shape[1], tables) if compiled else None
+        whole = None
+        if self._compiled and isinstance(step, Step):
+            whole = KernelPass(step.rows, step.starts, step.width, tables)
         for index, layer in enumerate(self._layers):
             if whole is not None:
-                x = layer.compiled(x, whole, cache.keys[index], cache.values[index])
+                x = layer.compiled(x, whole, step.cache.keys[index], step.cache.values[index])
             else:
                 x = layer.forward(x, index, step, tables)
             if index in self.tap_ids:
