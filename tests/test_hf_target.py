@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from blockdraft.cache import KVCache
-from blockdraft.targets.attention import Step, _attend_batched, attend
+from blockdraft.targets.attention import Step, attend, attend_batched, neighbours
 from blockdraft.targets.hf import HFTarget
 
 
@@ -86,7 +86,9 @@ def test_attention_in_one_call_equals_attention_row_by_row() -> None:
         module, memory = torch.nn.Module(), (cache.keys[0], cache.values[0])
         options = {"scaling": 0.3, "sliding_window": window, **kind}
         expected, _ = attend(module, query, *memory, None, blockdraft=step, **options)
-        found = _attend_batched(other, query, *memory, 0.3, window, kind.get("softcap"), kind.get("s_aux"))
+        slots = max(run[3] for run in other.runs)
+        shape = neighbours(rows), slots, other.batch_mask(window, slots), 0.3
+        found = attend_batched(query, *memory, *shape, kind.get("softcap"), kind.get("s_aux"))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

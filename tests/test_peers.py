@@ -174,12 +174,12 @@ def test_rates_rounds_and_ratios(report: tuple[dict[str, Any], Engines]) -> None
 def test_the_document_gets_the_table(report: tuple[dict[str, Any], Engines], tmp_path: Path) -> None:
     made, _ = report
     document = tmp_path / "document.md"
-    document.write_text(f"before\n{peers.BEGIN}\nold\n{peers.END}\nafter\n")
+    document.write_text("before\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nafter\n")
     peers.update(document, [tmp_path / "peers.json"])
     text = document.read_text()
     peers.update(document, [tmp_path / "peers.json"])
     assert document.read_text() == text and "old" not in text
-    assert text.startswith("before\n") and text.endswith(f"{peers.END}\nafter\n")
+    assert text.startswith("before\n") and text.endswith("<!-- peers: end -->\nafter\n")
     assert "### On 1 thread\n" in text and "torch 2, dflash 0.1." in text
     (line,) = [line for line in text.splitlines() if line.startswith("| llama.cpp | F16 | DFlash |")]
     ratio = made["ratios"]["llamacpp-f16-dflash/llamacpp-f16"]
@@ -191,7 +191,7 @@ def test_what_was_not_finished_gets_into_no_document(report: tuple[dict[str, Any
     made, _ = report
     (tmp_path / "half.json").write_text(json.dumps({**made, "complete": False}))
     document = tmp_path / "document.md"
-    document.write_text(f"{peers.BEGIN}\n{peers.END}\n")
+    document.write_text("<!-- peers: begin -->\n<!-- peers: end -->\n")
     with pytest.raises(ValueError, match="not finished"):
         peers.update(document, [tmp_path / "half.json"])
 
