@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from blockdraft.cache import KVCache
 from blockdraft.config import DrafterConfig
 from blockdraft.drafters.base import Lender, Proposal
+from blockdraft.drafters.compiled import compile_layers, run_layers
 from blockdraft.drafters.fusion import mix_taps, peak_weights
 from blockdraft.drafters.head import draft_index, draw, probability, reduced_head
 from blockdraft.drafters.layers import BlockLayer, KeysValues
@@ -94,7 +95,11 @@ class BlockModel(DraftNetwork):
         are the features in front of the anchors (see `Context.before`).  The final norm is applied; the target's head
         turns the result into logits.
         """
-        hidden = self.norm(self.rows(self.enter(block, before), positions, context.layers, context_lengths)[0])
+        return self.leave(self.rows(self.enter(block, before), positions, context.layers, context_lengths)[0])
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the head is given of the last layer's rows [..., D]."""
+        hidden = self.norm(x)
         return hidden if self.config.output_multiplier == 1.0 else hidden * self.config.output_multiplier
 
     def enter(self, block: Tensor, before: Tensor | None) -> Tensor:
@@ -110,7 +115,7 @@ class BlockModel(DraftNetwork):
 
         `causal` None: in the block as each layer is configured.
         """
-        tables, made = self._tables(positions, x.dtype), []
+        tables, made = self.tables(positions, x.dtype), []
         for layer, layer_context in zip(self.layers, context, strict=True):
             x, own = layer(x, tables, layer_context, lengths, positions, causal)
             made.append(own)
@@ -125,7 +130,7 @@ class BlockModel(DraftNetwork):
             mixes = mix_taps(taps, self.layer_fusion_weights)
             norms = self.hidden_norms if self.config.fusion_norm == "layerwise" else [self.hidden_norm] * len(layers)
             fused = [norm(mix) for norm, mix in zip(norms, mixes.unbind(-2), strict=True)]
-        tables = self._tables(positions, fused[0].dtype)
+        tables = self.tables(positions, fused[0].dtype)
         made = (layer.self_attn.context_keys_values(x, tables) for layer, x in zip(layers, fused, strict=True))
         return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in made]
 
@@ -176,12 +181,13 @@ class BlockDrafter:
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
         self._head = target.head if draft_ids is None else reduced_head(target.head_rows(draft_ids))
         self._head_row = draft_index(draft_ids, info.vocab_size, info.device)
+        plain = config.injection == "kv" and config.order == "block"
+        self._compiled = compile_layers(list(model.layers), config) if plain else None
 
     def new_state(self, slots: int, capacity: int) -> ContextCache:
         """The context cache; what is committed in it is what was observed."""
         config, info = self.config, self.target.info
-        if config.order == "autoregressive":
-            capacity += config.block_size  # a block's rows stand behind the context while it is drafted
+        capacity += config.block_size  # a block's rows may stand behind the context while it is drafted
         shape = config.num_layers, slots, capacity, config.num_kv_heads, config.head_dim
         state = ContextCache(*shape, info.dtype, info.device)
         if config.injection == "input":
@@ -230,8 +236,13 @@ class BlockDrafter:
         ids[:, 0] = anchors
         starts = torch.tensor(lengths, device=device)[:, None]
         positions = starts[:, None] + torch.arange(config.block_size, device=device)
-        context = Context(self._gather(state, rows, max(lengths)))
-        hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts, before)[:, 0]
+        if self._compiled is not None:
+            tables = self.model.tables(positions, self.target.info.dtype)
+            entered = self.model.enter(self.target.embed(ids), None)
+            hidden = self.model.leave(run_layers(self._compiled, entered, state, rows, lengths, tables))
+        else:
+            context = Context(self._gather(state, rows, max(lengths)))
+            hidden = self.model(self.target.embed(ids)[:, None], positions, context, starts, before)[:, 0]
         logits = self._head(hidden[:, -self.max_drafts :])
         tokens, sure = self._follow(logits, anchors, coupling)
         return Proposal(tokens if self.draft_ids is None else self.draft_ids[tokens], sure)

@@ -14,20 +14,25 @@ through Q steps (what EAGLE-3 calls training-time test), drafting takes its own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockdraft.drafters.base import Lender, Proposal
 from blockdraft.drafters.block import ContextCache
+from blockdraft.drafters.compiled import compile_layers, run_layers
 from blockdraft.drafters.head import draw, probability, reduced_head
 from blockdraft.drafters.layers import KeysValues, Tables
 from blockdraft.drafters.network import Context, DraftNetwork, fitted
+from blockdraft.ops.kernel_layer import KernelLayer
 from blockdraft.ops.layers import RMSNorm
 from blockdraft.ops.sampling import Coupling
+
+# Embedding and features [B, D] of each chain's row k -> its output [B, D] before the final norm.
+Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class ChainLayer(Protocol):
@@ -77,7 +82,7 @@ class ChainModel(DraftNetwork):
             seen, lengths = None, torch.zeros_like(positions[:, :1])
         else:
             seen, lengths = visible(past.layers, positions[:, :1])
-        tables, made = self._tables(at, x.dtype), []
+        tables, made = self.tables(at, x.dtype), []
         layers = self.stack()
         for number, layer in enumerate(layers):
             if number == len(layers) - 1:
@@ -117,7 +122,7 @@ class ChainModel(DraftNetwork):
         the output before the final norm, which is the next row's features, and `own` with this row.
         """
         x, at, made = self.enter(embedding, features)[:, :, None], at[..., None], []
-        tables = self._tables(at, x.dtype)
+        tables = self.tables(at, x.dtype)
         for number, layer in enumerate(self.stack()):
             x, rows = layer(x, tables, seen[number], lengths, at, False, None if own is None else own[number])
             made.append(rows)
@@ -158,10 +163,13 @@ class ChainDrafter:
         self.tap_ids, self.block_size, self.max_drafts = config.tap_ids, config.block_size, config.max_drafts
         borrowed = target.head if draft_ids is None else reduced_head(target.head_rows(draft_ids))
         self._head = borrowed if model.lm_head is None else model.lm_head
+        # A chain's rows are passes of one row each, and nobody sees slot 0.
+        self._compiled = compile_layers(cast("Sequence[nn.Module]", model.stack()), config, blind=1, alone=True)
 
     def new_state(self, slots: int, capacity: int) -> ContextCache:
         """The context cache; what is committed in it is what was observed."""
         config, info = self.config, self.target.info
+        capacity += config.block_size  # a chain's rows may stand behind the context while it is drafted
         shape = config.num_layers, slots, capacity, config.num_kv_heads, config.head_dim
         state = ContextCache(*shape, info.dtype, info.device)
         state.features = torch.zeros(slots, config.hidden_size, dtype=info.dtype, device=info.device)
@@ -213,19 +221,41 @@ class ChainDrafter:
     ) -> Proposal:
         """A chain per row: anchors [B] -> tokens [B, K], K = `max_drafts`."""
         assert state.features is not None, "a new state has them"
-        starts = torch.tensor([state.lengths[row] for row in rows], device=anchors.device)[:, None]
-        seen, lengths = visible(self._gather(state, rows), starts)
-        features, own, tokens = state.features[list(rows)][:, None], None, anchors
+        step = self._steps(state, rows, anchors.device) if self._compiled is None else self._compiled_steps(state, rows)
+        features, tokens = state.features[list(rows)], anchors
         chosen, sure = [], []
         for k in range(self.max_drafts):
-            embedding = self.target.embed(tokens)[:, None]
-            features, own = self.model.step(embedding, features, starts + k, seen, lengths, own)
-            logits = self._head(self.model.norm(features)[:, 0])
+            features = step(self.target.embed(tokens), features, k)
+            logits = self._head(self.model.norm(features))
             tokens = draw(logits, k, coupling, self.draft_ids)
             sure.append(probability(logits, tokens))
             tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
             chosen.append(tokens)
         return Proposal(torch.stack(chosen, dim=1), torch.stack(sure, dim=1))
+
+    def _steps(self, state: ContextCache, rows: Sequence[int], device: torch.device) -> Step:
+        starts = torch.tensor([state.lengths[row] for row in rows], device=device)[:, None]
+        seen, lengths = visible(self._gather(state, rows), starts)
+        own: list[KeysValues] | None = None
+
+        def step(embedding: Tensor, features: Tensor, k: int) -> Tensor:
+            nonlocal own
+            said, own = self.model.step(embedding[:, None], features[:, None], starts + k, seen, lengths, own)
+            return said[:, 0]
+
+        return step
+
+    def _compiled_steps(self, state: ContextCache, rows: Sequence[int]) -> Step:
+        """The same, with a chain's earlier rows in the cache, behind what is committed."""
+        starts, layers = [state.lengths[row] for row in rows], cast("list[KernelLayer]", self._compiled)
+        positions = torch.tensor(starts)[:, None] + torch.arange(self.max_drafts)
+        cosines, sines = self.model.tables(positions, self.target.info.dtype)
+
+        def step(embedding: Tensor, features: Tensor, k: int) -> Tensor:
+            at, tables = [start + k for start in starts], (cosines[:, k : k + 1], sines[:, k : k + 1])
+            return run_layers(layers, self.model.enter(embedding, features)[:, None], state, rows, at, tables)[:, 0]
+
+        return step
 
     def _gather(self, state: ContextCache, rows: Sequence[int], all_layers: bool = True) -> list[KeysValues]:
         """Committed keys and values of every layer, or of all but the last."""

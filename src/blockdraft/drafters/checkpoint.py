@@ -30,7 +30,7 @@ from blockdraft.drafters.chain import ChainDrafter
 from blockdraft.drafters.chain_layout import CHAINS, PREFIXES, chain_from_json, chain_to_json
 from blockdraft.drafters.families import as_drafter, new_model
 from blockdraft.drafters.network import DraftNetwork
-from blockdraft.ops.layers import pack_linears
+from blockdraft.ops.layers import draft_storage, pack_linears
 
 # Which axes an architecture stands for; the second of DFlare's names is in its authors' checkpoints.
 DFLARE = {"fusion": "layerwise", "context_projections": "separate"}
@@ -266,12 +266,12 @@ def load_model(
 
 
 def load_drafter(folder: str | Path, target: Lender, block_size: int | None = None) -> BlockDrafter | ChainDrafter:
-    """A drafter ready to draft for `target`, its linear layers packed where that pays.
+    """A drafter ready to draft for `target`, its linear layers packed where that pays, in half precision if they can.
 
     `block_size`: draft smaller blocks than it was trained with; None: as large ones.
     """
     model, draft_ids = load_model(folder, target.info.dtype, target.info.device)
-    pack_linears(model)
+    pack_linears(model, draft_storage())
     return as_drafter(model, target, draft_ids, Path(folder).name, block_size)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.ops.layers import pack_linears
+from blockdraft.ops.layers import draft_storage, pack_linears
 from blockdraft.ops.sampling import Coupling
 
 
@@ -40,5 +40,5 @@ def reduced_head(weight: Tensor) -> nn.Module:
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight.detach(), requires_grad=False)
     alone = nn.Sequential(head)
-    pack_linears(alone)
+    pack_linears(alone, draft_storage())
     return alone[0]

@@ -72,7 +72,8 @@ class DraftNetwork(nn.Module):
         """
         raise NotImplementedError
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
+        """Rotary cosines and sines [..., 1, E] of positions [...]."""
         return rotary_tables(positions, self.inverse_frequencies, self.rotary_factor, dtype)
 
 

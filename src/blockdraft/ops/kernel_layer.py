@@ -1,4 +1,4 @@
-"""A whole decoder layer of the Llama family in one call of the compiled kernel.
+"""A whole layer of the Llama family, a target's or a drafter's, in one call of the compiled kernel.
 
 With a few rows and a small model, calling torch for every step of a layer costs as much as reading its weights.
 Letters: B rows, Q tokens per row in one call, D hidden width, H/G query/key-value heads, E head width, I inner width.
@@ -24,7 +24,10 @@ class LayerPart(ctypes.Structure):
     _fields_ = [
         *((name, LinearPart) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "head_norms")),
-        *((name, c_int64) for name in ("hidden", "heads", "groups", "head_width", "inner", "window")),
+        *(
+            (name, c_int64)
+            for name in ("hidden", "heads", "groups", "head_width", "inner", "window", "blind", "causal")
+        ),
         ("eps", c_float),
     ]
 
@@ -71,7 +74,8 @@ class KernelPass:
 class KernelLayer:
     """The layer's four products, two norms and attention over `window` tokens (None: all), as the kernel has them.
 
-    `head_norms` [H + G, E] are those of queries and keys.
+    `head_norms` [H + G, E] are those of queries and keys.  Nobody sees the first `blind` positions; unless it is
+    `causal`, all tokens of a pass see one another.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class KernelLayer:
         shape: tuple[int, int, int],
         eps: float,
         window: int | None,
+        blind: int = 0,
+        causal: bool = True,
     ) -> None:
         lib = library()
         assert lib is not None, "its linear layers are the kernel's"
@@ -92,7 +98,7 @@ class KernelLayer:
             *(linear.part for linear in linears),
             *(norm.data_ptr() for norm in norms),
             None if head_norms is None else head_norms.data_ptr(),
-            *(out.out_features, heads, groups, head_dim, down.in_features, window or 0),
+            *(out.out_features, heads, groups, head_dim, down.in_features, window or 0, blind, causal),
             eps,
         )
         assert qkv.out_features == (heads + 2 * groups) * head_dim, "queries, keys, values"

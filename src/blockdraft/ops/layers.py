@@ -191,6 +191,14 @@ def pack_linears(module: nn.Module, storage: torch.dtype = torch.float32) -> Non
             setattr(parent, name, packed)
 
 
+def draft_storage() -> torch.dtype:
+    """How the weights of a drafter are kept when packed: reading them is what a draft costs.
+
+    Rounding them changes a draft now and then, and no answer: every token is the target's choice.
+    """
+    return torch.float16 if library() is not None else torch.float32
+
+
 def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An elementwise function of x, whose bits do not depend on how many elements x has.
 

@@ -15,13 +15,15 @@ struct Linear {
     int64_t outputs, inputs, is_half;
 };
 
-// A decoder layer of the Llama family.
+// A decoder layer of the Llama family, or one of a drafter, whose Q tokens may all see one another.
 struct Layer {
     Linear qkv, out, gate_up, down;
     const float *input_norm, *post_norm;
     const float* head_norms;  // [H + G, E]; none: null
     int64_t hidden, heads, groups, head_width, inner;
     int64_t window;  // how far back it sees; 0: everything
+    int64_t blind;   // positions at the beginning that nobody sees
+    int64_t causal;  // 0: each of the Q tokens sees all of them
     float eps;
 };
 

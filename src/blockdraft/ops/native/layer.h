@@ -106,8 +106,10 @@ inline void attended(const Layer& layer, const Pass& pass, const float* qkv, flo
     float scale = 1.0f / __builtin_sqrtf((float)width);
     for (int64_t item = team.from(items); item < team.to(items); item++) {
         int64_t b = item / (layer.heads * pass.width), head = item / pass.width % layer.heads, q = item % pass.width;
-        int64_t row = b * pass.width + q, end = pass.starts[b] + q + 1;
-        int64_t first = layer.window && end > layer.window ? end - layer.window : 0, count = end - first;
+        int64_t row = b * pass.width + q, own = pass.starts[b] + q + 1;
+        int64_t end = layer.causal ? own : pass.starts[b] + pass.width;
+        int64_t first = layer.window && own - layer.window > layer.blind ? own - layer.window : layer.blind;
+        int64_t count = end - first;
         int64_t at = ((pass.slots[b] * layer.groups + head / shared) * pass.room + first) * width;
         scored(qkv + (row * parts + head) * width, pass.keys + at, count, width, scale, scores);
         float share = 1.0f / weighted(scores, count), *y = mix + (row * layer.heads + head) * width;
