@@ -14,6 +14,7 @@ import blockdraft
 from blockdraft import LLM, SamplingParams
 from blockdraft.config import NgramConfig
 from blockdraft.drafters.lookup import LookupDrafter
+from blockdraft.drafters.names import LookupChoice
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.engine import drafting
 
@@ -122,10 +123,15 @@ def test_refusals() -> None:
 
 
 def test_the_shipped_drafter_is_found_beside_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, other in (("auto", "dflash"), ("mtp", "mtp")):
+        folder = tmp_path / "assets" / f"hash-{other}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        monkeypatch.setattr(drafting, "files", lambda package: tmp_path)
+        assert drafting.find_drafter(name, "hash") == folder
+        found = drafting.find_drafter(f"ngram+{name}", "hash")
+        assert isinstance(found, LookupChoice) and found.other == folder
     folder = tmp_path / "assets" / "hash-dflash"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(drafting, "files", lambda package: tmp_path)
     loaded = UnrelatedDrafter(3, 258)
     monkeypatch.setattr(drafting, "load_drafter", lambda path, target, size: loaded if path == folder else None)
     assert make_llm("auto").drafter is loaded

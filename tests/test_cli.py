@@ -83,7 +83,7 @@ def mistakes(folder: Path) -> list[tuple[list[str], str]]:
         (["generate", "x", "--drafter", path + "/nowhere"], "no such folder"),
         (
             ["generate", "x", "--drafter", "eagle"],
-            "no such folder, nor another drafter: give auto, none, ngram, ngram:K,",
+            "no such folder, nor another drafter: give auto, mtp, none, ngram, ngram:K,",
         ),
         (["regenerate", path + "/prompts.jsonl", "out", "--drafter", "model"], "model:NAME:K, a drafter's folder"),
         (["generate", "x", "--drafter", "ngram:"], "drafter 'ngram:': max_drafts"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import save_tiny_drafter, save_tiny_target
 
-from blockdraft.bench import peers, report
+from blockdraft.bench import anatomy, passes, peers, report
 from blockdraft.bench.ablation import arm_recipes, part_keys
 from blockdraft.bench.ablation_table import load_results, render
 from blockdraft.cli import main
@@ -170,6 +172,15 @@ def test_the_ablations_are_what_results_hold() -> None:
     assert render(results, list(config.arms), part_keys(config)).splitlines() == made
 
 
+def test_the_arm_trained_longer_is_what_results_hold() -> None:
+    text = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- trained: begin -->")[2].partition("<!-- trained: end -->")[0].strip().splitlines()
+    config = load_ablation(ROOT / "recipes" / "ablation-trained-smollm2.yaml", ("base.data.files=[answers.jsonl]",))
+    results = load_results(ROOT / "results" / "ablations" / "ablation-trained-smollm2", config, arm_recipes(config))
+    made = render(results, list(config.arms), part_keys(config)).splitlines()
+    assert len(shown) == 2 + len(config.arms) and shown == made[: len(shown)]
+
+
 def test_the_other_engines_are_what_results_hold(tmp_path: Path) -> None:
     document = ROOT / "docs" / "performance.md"
     text = document.read_text(encoding="utf-8")
@@ -181,6 +192,13 @@ def test_the_other_engines_are_what_results_hold(tmp_path: Path) -> None:
     copy.write_text(text, encoding="utf-8")
     peers.update(copy, files)
     assert copy.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(("name", "table"), [("kernel", passes.table), ("profile", anatomy.table)])
+def test_what_passes_and_rounds_take_is_what_results_hold(name: str, table: Callable[[dict[str, Any]], str]) -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    shown = text.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0].strip()
+    assert shown == table(json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def python_example(replace: Callable[[str], str] = str) -> str:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+os.environ["BLOCKDRAFT_KERNEL"] = "off"  # it keeps drafters in half precision, and the others have theirs in fp32
 
 import torch
 from safetensors.torch import save_file

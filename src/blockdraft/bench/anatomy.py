@@ -25,9 +25,9 @@ from blockdraft.drafters.base import Drafter
 from blockdraft.engine.engine import Engine
 from blockdraft.ops.acceptance import accept
 from blockdraft.ops.kernel import KernelLinear
+from blockdraft.ops.kernel_layer import KernelLayer
 from blockdraft.ops.sampling import ChoiceState, choose
 from blockdraft.targets.base import Target
-from blockdraft.targets.dense import DenseTarget
 
 READ_BYTES, READ_TIMES = 1 << 28, 5
 SIDE, MULTIPLY_TIMES = 1024, 10
@@ -74,6 +74,10 @@ class Calls(TorchFunctionMode):
             self.attentions.append((tuple(args), dict(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
+    def keep_layer(self, layer: KernelLayer, rows: int) -> None:
+        """A listener to the kernel's layers: keep their products, with inputs of our own."""
+        self.products += [(linear, torch.randn(rows, linear.in_features)) for linear in layer.linears]
+
     def keep(self, module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
         """A hook on every module: keep the products."""
         if hasattr(module, "in_features"):
@@ -94,11 +98,13 @@ def calls_of(run: Callable[[], object]) -> Calls:
     """What a pass computes: run it once."""
     calls = Calls()
     hook = nn.modules.module.register_module_forward_hook(calls.keep)
+    KernelLayer.listener = calls.keep_layer
     try:
         with calls:
             run()
     finally:
         hook.remove()
+        KernelLayer.listener = None
     return calls
 
 
@@ -134,12 +140,6 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
     out, anchor = forward(drafts + 1), tokens[:, -1]
     taps = None if out.taps is None else out.taps[:, :2]
 
-    def known(rows: int) -> Calls | None:
-        # Whole layers of the kernel are no calls that could be listened to.
-        if not isinstance(target, DenseTarget):
-            return None
-        return Calls([(module, torch.randn(rows, module.in_features, device=device)) for module in target.products()])
-
     def choice() -> None:
         states = [ChoiceState(SamplingParams(), 0, ids, target.info.vocab_size, device)]
         chosen = choose(out.logits, states, [len(ids)], block[:, 1:])
@@ -152,11 +152,11 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
 
     parts = [
         *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device),
-        *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device, known(drafts + 1)),
+        *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device),
         Part("choose and accept", median_seconds(choice, repeats, device)),
         Part("observe 2 tokens", median_seconds(observe, repeats, device)),
     ]
-    return [*parts, *_split("plain pass", lambda: forward(1), repeats, device, known(1))]
+    return [*parts, *_split("plain pass", lambda: forward(1), repeats, device)]
 
 
 def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> float:
@@ -172,11 +172,9 @@ def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: 
     return statistics.median(seconds)
 
 
-def _split(
-    name: str, run: Callable[[], object], repeats: int, device: torch.device, known: Calls | None = None
-) -> list[Part]:
-    """A pass as a whole, then its products, its attentions and the rest; `known`: its products, if they are."""
-    calls = calls_of(run) if known is None else known
+def _split(name: str, run: Callable[[], object], repeats: int, device: torch.device) -> list[Part]:
+    """A pass as a whole, then its products, its attentions and the rest."""
+    calls = calls_of(run)
     whole = median_seconds(run, repeats, device)
     products = median_seconds(calls.multiply, repeats, device) if calls.products else 0.0
     attentions = median_seconds(calls.attend, repeats, device) if calls.attentions else 0.0

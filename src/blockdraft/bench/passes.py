@@ -87,5 +87,18 @@ def rounded(times: Times) -> dict[str, dict[str, float]]:
     return {name: {str(rows): round(ms, 2) for rows, ms in each.items()} for name, each in times.items()}
 
 
+def table(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [
+        "| threads | computed by | " + " | ".join(str(rows) for rows in ROWS) + " |",
+        "|---|---|" + "---|" * len(ROWS),
+    ]
+    for passes in report["passes"]:
+        for name, times in passes["milliseconds"].items():
+            cells = " | ".join(f"{times[str(rows)]:.1f}" for rows in ROWS)
+            lines.append(f"| {passes['threads']} | {name} | {cells} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])

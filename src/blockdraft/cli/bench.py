@@ -178,9 +178,9 @@ def describe_drafter(chosen: DrafterChoice, llm: LLM) -> dict[str, Any] | None:
         "block_size": llm.drafter.block_size,
         "max_drafts": llm.drafter.max_drafts,
     }
-    if chosen != "auto" and not isinstance(chosen, Path):
+    if not isinstance(chosen, (str, Path)):
         return {**facts, **chosen.model_dump(exclude={"model"})}  # a model is in the drafter's name, without its path
-    folder = chosen if isinstance(chosen, Path) else shipped_folder(llm.target.info.name)
+    folder = chosen if isinstance(chosen, Path) else shipped_folder(llm.target.info.name, chosen)
     return {**facts, "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()}
 
 

@@ -49,7 +49,7 @@ def command(
         for one in parse_temperatures(temperatures)
     ]
     prompts, chosen = load_prompts(dataset, data_dir, limit), parse_drafter(drafter)
-    if not (chosen == "auto" or isinstance(chosen, (Path, DraftModelConfig))):
+    if not isinstance(chosen, (str, Path, DraftModelConfig)):
         raise ValueError(f"--drafter {drafter}: give auto, a folder or model:NAME, whose drafts can be drawn by chance")
 
     from blockdraft.cli.wiring import load, prepare

@@ -43,11 +43,11 @@ def command(
     from blockdraft.engine.drafting import shipped_folder
 
     chosen = parse_drafter(drafter)
-    if chosen != "auto" and not isinstance(chosen, Path):
+    if not isinstance(chosen, (str, Path)):
         raise ValueError(f"--drafter {drafter}: only a trained drafter can be looked at: give its folder, or auto")
     prepare(threads)
-    loaded, tokenizer = load(target, "auto" if chosen == "auto" else None, device=device)
-    folder = chosen if isinstance(chosen, Path) else shipped_folder(loaded.info.name)
+    loaded, tokenizer = load(target, chosen if isinstance(chosen, str) else None, device=device)
+    folder = chosen if isinstance(chosen, Path) else shipped_folder(loaded.info.name, chosen)
     samples = answered(loaded, tokenizer, answers, limit, max_tokens)
     told = provenance(folder)
     try:

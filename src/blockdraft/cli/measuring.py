@@ -132,7 +132,7 @@ class Measuring:
         drafter = llm.drafter
         if drafter is None:
             return {"parameters": 0, "max_drafts": 0}
-        folder = shipped_folder(self.target.info.name) if chosen == "auto" else chosen
+        folder = shipped_folder(self.target.info.name, chosen) if isinstance(chosen, str) else chosen
         file = folder / "provenance.json" if isinstance(folder, Path) else None
         about: dict[str, Any] = {
             "parameters": json.loads(file.read_text()).get("parameters") if file and file.is_file() else None,

@@ -18,7 +18,7 @@ WeightsOption = Annotated[
 ]
 DrafterOption = Annotated[
     str,
-    typer.Option("--drafter", help="auto, none, ngram[:K], model:NAME[:K], a folder; or ngram+auto and the like."),
+    typer.Option("--drafter", help="auto, mtp, none, ngram[:K], model:NAME[:K], a folder; or ngram+auto and the like."),
 ]
 VerifyWidthOption = Annotated[
     str,

@@ -20,7 +20,7 @@ def command(
     target_impl: ImplOption = "auto",
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
-    drafter: Annotated[str, typer.Option("--drafter", help="auto, or a drafter's folder.")] = "auto",
+    drafter: Annotated[str, typer.Option("--drafter", help="auto, mtp, or a drafter's folder.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens before the round.", min=16)] = 256,
     repeats: Annotated[int, typer.Option(help="Times each part is run; the median counts.", min=1)] = 20,
     max_tokens: Annotated[int, typer.Option(help="Longest answer of the engine's own rounds.", min=4)] = 96,
@@ -32,7 +32,7 @@ def command(
     from blockdraft.drafters.names import parse_drafter
 
     chosen = parse_drafter(drafter)
-    if chosen != "auto" and not isinstance(chosen, Path):
+    if not isinstance(chosen, (str, Path)):
         raise ValueError(f"--drafter {drafter}: only a trained drafter has parts to time: give its folder, or auto")
     prepare(threads)
     from rich.console import Console

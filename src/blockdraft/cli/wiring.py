@@ -58,11 +58,11 @@ def load(
     if not is_hub_id(target):
         resolve_folder(target)  # a wrong path is the first thing to say
     # A missing drafter should not cost the time of loading a target, let alone of downloading it.
-    if drafter == "auto" and not (shipped_folder(canonical_name(target)) / "config.json").is_file():
+    if isinstance(drafter, str) and not (shipped_folder(canonical_name(target), drafter) / "config.json").is_file():
         raise ValueError(
             f"no drafter comes with blockdraft for '{target}': give --drafter FOLDER, or ngram, or --drafter none"
         )
-    if drafter != "auto":
+    if not isinstance(drafter, str):
         find_drafter(drafter, target)
     loaded = load_target(target, implementation=implementation, device=device, dtype=dtype, weights=weights)
     return loaded, load_tokenizer(target)

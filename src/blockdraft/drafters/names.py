@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from blockdraft.config import DraftModelConfig, NgramConfig
 
 # Beside another drafter only a match of some length is worth more than what that one drafts.
 LOOKUP = NgramConfig(longest=10, shortest=3)
+# The drafters that come with the package, by what is asked for; "auto" is the default.
+SHIPPED = {"auto": "dflash", "mtp": "mtp"}
+ShippedName = Literal["auto", "mtp"]
 SPELLINGS = (
-    "auto, none, ngram, ngram:K, model:NAME, model:NAME:K, a drafter's folder, "
+    "auto, mtp, none, ngram, ngram:K, model:NAME, model:NAME:K, a drafter's folder, "
     "or ngram+ and one of these (K: tokens drafted per round)"
 )
 
@@ -21,26 +24,27 @@ class LookupChoice:
     """The text's own long matches first, and where there is none, another drafter."""
 
     ngram: NgramConfig
-    other: Literal["auto"] | Path | DraftModelConfig
+    other: ShippedName | Path | DraftModelConfig
 
 
-# "auto" is the drafter that is shipped for the target, a path a drafter's folder, None plain decoding.
-DrafterChoice = Literal["auto"] | Path | NgramConfig | DraftModelConfig | LookupChoice | None
+# A text is the name of a drafter that is shipped for the target, a path a drafter's folder, None plain decoding.
+DrafterChoice = ShippedName | Path | NgramConfig | DraftModelConfig | LookupChoice | None
 
 
 def parse_drafter(text: str) -> DrafterChoice:
-    """auto, none, ngram[:K], model:NAME[:K], a folder, or ngram+ another; a folder called so is meant by ./ngram.
+    """auto, mtp, none, ngram[:K], model:NAME[:K], a folder, or ngram+ another; a folder called so is meant by ./ngram.
 
     NAME is whatever names a target.  Raises ValueError, in one line, for anything else.
     """
     if text == "none":
         return None
-    if text == "auto":
-        return "auto"
+    if text in SHIPPED:
+        return cast("ShippedName", text)
     if text.startswith("ngram+"):
         other = parse_drafter(text.removeprefix("ngram+"))
         if other is None or isinstance(other, (NgramConfig, LookupChoice)):
-            raise ValueError(f"drafter '{text}': ngram+ needs another drafter behind it: auto, a folder or model:NAME")
+            others = "auto, mtp, a folder or model:NAME"
+            raise ValueError(f"drafter '{text}': ngram+ needs another drafter behind it: {others}")
         return LookupChoice(LOOKUP, other)
     kind, colon, rest = text.partition(":")
     if kind == "ngram":

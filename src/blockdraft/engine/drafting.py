@@ -12,7 +12,7 @@ from blockdraft.drafters.base import Drafter
 from blockdraft.drafters.checkpoint import load_drafter
 from blockdraft.drafters.independent import IndependentDrafter
 from blockdraft.drafters.lookup import LookupDrafter
-from blockdraft.drafters.names import LookupChoice, parse_drafter
+from blockdraft.drafters.names import SHIPPED, LookupChoice, ShippedName, parse_drafter
 from blockdraft.drafters.ngram import NgramDrafter
 from blockdraft.targets.base import Target
 from blockdraft.targets.resolve import load_target, resolve_folder
@@ -25,8 +25,8 @@ Found = Path | NgramConfig | DraftModelConfig | LookupChoice | Drafter | None
 def find_drafter(wanted: Wanted, target: str) -> Found:
     """What is meant, for a target of that name; nothing is loaded.  ValueError: it is not there, in one line."""
     choice = parse_drafter(wanted) if isinstance(wanted, str) else wanted
-    if choice == "auto":
-        folder = shipped_folder(target)
+    if isinstance(choice, str):
+        folder = shipped_folder(target, choice)
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"no drafter is shipped for target '{target}': pass drafter=None for plain decoding, or a folder"
@@ -77,6 +77,6 @@ def _named(config: DraftModelConfig) -> Iterator[None]:
         raise ValueError(f"drafter 'model:{config.model}': {error}") from error
 
 
-def shipped_folder(target: str) -> Path:
-    """Where the package keeps its drafter for a target of that name, whether it has one or not."""
-    return Path(str(files("blockdraft"))) / "assets" / f"{target}-dflash"
+def shipped_folder(target: str, name: ShippedName = "auto") -> Path:
+    """Where the package keeps its drafter of that name for a target, whether it has one or not."""
+    return Path(str(files("blockdraft"))) / "assets" / f"{target}-{SHIPPED[name]}"

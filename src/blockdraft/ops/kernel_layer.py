@@ -7,8 +7,9 @@ Letters: B rows, Q tokens per row in one call, D hidden width, H/G query/key-val
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int64, c_void_p
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -78,6 +79,9 @@ class KernelLayer:
     `causal`, all tokens of a pass see one another.
     """
 
+    # Told of every call, the layer and how many rows: a module's hooks hear nothing of what the kernel does within.
+    listener: ClassVar[Callable[[KernelLayer, int], None] | None] = None
+
     def __init__(
         self,
         linears: Sequence[KernelLinear],
@@ -93,7 +97,8 @@ class KernelLayer:
         assert lib is not None, "its linear layers are the kernel's"
         qkv, out, gate_up, down = linears
         heads, groups, head_dim = shape
-        self._kept = (*linears, *norms, head_norms)  # the memory that is pointed to
+        self.linears = tuple(linears)
+        self._kept = (*norms, head_norms)  # with the linear layers, the memory that is pointed to
         self.part = LayerPart(
             *(linear.part for linear in linears),
             *(norm.data_ptr() for norm in norms),
@@ -112,6 +117,8 @@ class KernelLayer:
         x, y, part = x.contiguous(), torch.empty_like(x), step.part
         part.x, part.y, part.keys, part.values = x.data_ptr(), y.data_ptr(), keys.data_ptr(), values.data_ptr()
         part.room = keys.shape[2]
+        if KernelLayer.listener is not None:
+            KernelLayer.listener(self, part.batch * part.width)
         step.reserve(self._scratch(self._address, part.batch * part.width, part.longest, step.threads))
         self._run(self._address, ctypes.addressof(part), step.threads)
         return y

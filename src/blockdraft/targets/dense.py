@@ -159,10 +159,6 @@ class DenseTarget(PretrainedTarget):
         found: dict[str, Tensor] = self._layers[layer].weights()
         return found
 
-    def products(self) -> list[Any]:
-        """The linear layers of a pass, in its order."""
-        return [*(getattr(layer, fused) for layer in self._layers for fused in FUSED), self._head]
-
     @torch.no_grad()
     def forward(self, ids: Tensor, cache: KVCache, rows: Sequence[int], keep_logits: int | None = None) -> TargetOutput:
         """Append ids [B, Q] to the cache slots `rows`; see `Target.forward`.  ValueError: the slot is too small."""
