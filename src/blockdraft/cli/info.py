@@ -39,7 +39,7 @@ def _facts() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         facts[f"cuda:{index}"] = torch.cuda.get_device_name(index)
     facts["default target"] = _default_target()
-    facts["shipped drafter"] = _shipped_drafter()
+    facts["shipped drafters"] = _shipped_drafters()
     return facts
 
 
@@ -53,8 +53,10 @@ def _default_target() -> str:
         return str(error)
 
 
-def _shipped_drafter() -> str:
+def _shipped_drafters() -> str:
+    from blockdraft.drafters.names import SHIPPED
     from blockdraft.engine.drafting import shipped_folder
 
-    folder = shipped_folder(DEFAULT_TARGET)
-    return str(folder) if (folder / "config.json").is_file() else "none"
+    folders = {name: shipped_folder(DEFAULT_TARGET, name) for name in SHIPPED}
+    found = [f"{name}: {folder}" for name, folder in folders.items() if (folder / "config.json").is_file()]
+    return ", ".join(found) or "none"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from blockdraft.config import DraftModelConfig, NgramConfig
 
 # Beside another drafter only a match of some length is worth more than what that one drafts.
 LOOKUP = NgramConfig(longest=10, shortest=3)
 # The drafters that come with the package, by what is asked for; "auto" is the default.
-SHIPPED = {"auto": "dflash", "mtp": "mtp"}
 ShippedName = Literal["auto", "mtp"]
+SHIPPED: dict[ShippedName, str] = {"auto": "dflash", "mtp": "mtp"}
 SPELLINGS = (
     "auto, mtp, none, ngram, ngram:K, model:NAME, model:NAME:K, a drafter's folder, "
     "or ngram+ and one of these (K: tokens drafted per round)"
@@ -39,7 +39,7 @@ def parse_drafter(text: str) -> DrafterChoice:
     if text == "none":
         return None
     if text in SHIPPED:
-        return cast("ShippedName", text)
+        return text
     if text.startswith("ngram+"):
         other = parse_drafter(text.removeprefix("ngram+"))
         if other is None or isinstance(other, (NgramConfig, LookupChoice)):
