@@ -33,7 +33,7 @@ def command(
 
     chosen = parse_drafter(drafter)
     if not isinstance(chosen, (str, Path)):
-        raise ValueError(f"--drafter {drafter}: only a trained drafter has parts to time: give its folder, or auto")
+        raise ValueError(f"--drafter {drafter}: only a trained drafter has parts to time: give its folder, auto or mtp")
     prepare(threads)
     from rich.console import Console
     from rich.markdown import Markdown
