@@ -138,7 +138,9 @@ def make_case(seed: int) -> Case:
         kind,
         drafter=DRAFTERS[seed % len(DRAFTERS)],
         max_drafts=rng.randint(2, 16) - 1,
-        config=EngineConfig(slots=rng.randint(1, 4), capacity=capacity, verify_width=width, coupled=seed % 3 > 0),
+        config=EngineConfig(
+            slots=rng.randint(1, 4), capacity=capacity, verify_width=width, coupled=seed % 3 > 0, overlap=seed % 2 > 0
+        ),
         seed=seed,
         requests=[(reference, *shorten(reference, capacity, rng)) for reference in chosen],
     )
@@ -225,7 +227,7 @@ class Whim:
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         return [self.rng.randint(0, top) for top in available(proposal, limits)]
 
-    def learn(self, committed: Sequence[Sequence[int]]) -> None:
+    def learn(self, committed: Sequence[Sequence[int]], timed: bool = True) -> None:
         assert all(committed)
 
     def admit(self, slot: int) -> None:

@@ -54,6 +54,9 @@ class EngineConfig(Strict):
     prefill_tokens: int | None = Field(
         None, ge=1, description="tokens of prompts read per round while others are answered; None: whole prompts"
     )
+    overlap: bool | None = Field(
+        None, description="start a round before the text of the one before it; None: where the device is asynchronous"
+    )
     coupled: bool = Field(False, description="draft by the noise of the target's choices, above temperature 0")
 
     @field_validator("verify_width", mode="before")

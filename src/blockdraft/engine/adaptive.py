@@ -178,12 +178,13 @@ class Adaptive:
             current.instead = expected_tokens(alone, width) / len(tops) * passes[0] / passes[width]
         return [min(current.width, top) for top in tops]
 
-    def learn(self, committed: Sequence[Sequence[int]]) -> None:
+    def learn(self, committed: Sequence[Sequence[int]], timed: bool = True) -> None:
         current, self._round = self._current(), None
         assert self.costs is not None, "known since the round began"
         rows, tokens = len(current.rows), current.width + 1
-        taken = self.clock() - current.began
-        self.pace.learn(rows, tokens, taken / self.costs.verify(rows, tokens, current.context))
+        if timed:
+            taken = self.clock() - current.began
+            self.pace.learn(rows, tokens, taken / self.costs.verify(rows, tokens, current.context))
         for row, ids in zip(current.rows, committed, strict=True):
             for judged in self.ledger.judge(row.slot, ids):
                 self.calibration.learn(*judged)

@@ -15,7 +15,7 @@ from blockdraft.engine.adaptive import Adaptive
 from blockdraft.engine.policy import Fixed, Policy
 from blockdraft.engine.profile import known_costs
 from blockdraft.engine.request import Request, RequestStats
-from blockdraft.engine.step import Pair, prefill, speculate
+from blockdraft.engine.step import Flight, Pair, land, launch, prefill
 from blockdraft.ops.sampling import ChoiceState
 from blockdraft.targets.base import Target
 from blockdraft.text import TextOutput
@@ -46,12 +46,14 @@ class Engine:
         self.pair = Pair(target, cache, drafter, state, coupled=config.coupled)
         self.policy = self._policy(config) if policy is None or drafter is None else policy
         self.prefill_tokens = config.prefill_tokens
+        self.overlap = target.info.device.type == "cuda" if config.overlap is None else config.overlap
         self.waiting: deque[Request] = deque()
         self.reading: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(config.slots))
         self.stats = RequestStats()
         self._added = 0
+        self._ahead: Flight | None = None  # a round that was started before its turn
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
         """Queue a request.
@@ -97,14 +99,32 @@ class Engine:
         # Set each time, so that engines may share a target.
         self.target.set_taps(self.drafter.tap_ids if self.drafter is not None else ())
         admitted = self._admit()
-        advanced = list(self.running)
-        if advanced:
-            for request, verdict in zip(advanced, speculate(self.pair, advanced, self.policy), strict=True):
-                kept = request.emit(verdict.tokens, verdict.num_accepted)
+        advanced = self._round() if self.running else []
+        return advanced + [request for request in admitted if request not in advanced]
+
+    def _round(self) -> list[Request]:
+        """A round for all that run; returns those that it gave tokens.
+
+        On an asynchronous device the next one is started before these tokens become text, so that the device need not
+        wait for the host.  A request that this text or its client ends was then verified in vain; one whose prompt has
+        just been read joins a round later.
+        """
+        flight, self._ahead = self._ahead, None
+        if flight is None or not flight.going():
+            flight = launch(self.pair, self.running, self.policy)
+        landed = land(self.pair, flight, self.policy)
+        taken = [(request, verdict, request.take(verdict.tokens)) for request, verdict in landed]
+        try:
+            going = [request for request in self.running if not request.done]
+            if self.overlap and going:
+                self._ahead = launch(self.pair, going, self.policy)
+        finally:  # an interrupt loses no token
+            for request, verdict, count in taken:
+                kept = request.tell(count, verdict.num_accepted)
                 request.stats.count(verdict.width, verdict.num_accepted, kept, request.done, verdict.asked)
                 if request.done:
                     self._release(request)
-        return advanced + [request for request in admitted if request not in advanced]
+        return [request for request, _ in landed]
 
     def run(self) -> list[Request]:
         """Step until nothing is left; returns the requests in the order in which they finished."""
@@ -166,7 +186,7 @@ class Engine:
         self.reading.remove(request)
         self.running.append(request)
         self.policy.admit(request.slot)
-        request.emit([first], num_drafted=0)
+        request.tell(request.take([first]), num_drafted=0)
         if request.done:
             self._release(request)
 

@@ -46,8 +46,11 @@ class Policy(Protocol):
         """Drafts to verify of each row: at most limits[b], and at most as many as were proposed."""
         ...
 
-    def learn(self, committed: Sequence[Sequence[int]]) -> None:
-        """The round is over: the tokens that it gave each row."""
+    def learn(self, committed: Sequence[Sequence[int]], timed: bool = True) -> None:
+        """The round is over: the tokens that it gave each row.
+
+        timed: it ended just now; else it may have ended long ago, unseen.
+        """
         ...
 
     def admit(self, slot: int) -> None:
@@ -67,7 +70,7 @@ class Fixed:
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         return available(proposal, limits)
 
-    def learn(self, committed: Sequence[Sequence[int]]) -> None:
+    def learn(self, committed: Sequence[Sequence[int]], timed: bool = True) -> None:
         pass
 
     def admit(self, slot: int) -> None:

@@ -134,30 +134,36 @@ class Request:
         """The text so far; empty if the engine has no tokenizer."""
         return self.output.text if self.output is not None else ""
 
-    def emit(self, tokens: Sequence[int], num_drafted: int) -> int:
-        """Append tokens, the first `num_drafted` of them drafts, up to one that ends the answer; returns how many."""
+    def take(self, tokens: Sequence[int]) -> int:
+        """Append tokens up to one that ends the answer; returns how many.  Their text, which may end it earlier, waits
+        for `tell`: the next round can begin before."""
         kept = 0
-        for token in tokens:
-            self.output_ids.append(token)
+        while kept < len(tokens) and self.finish_reason is None:
+            self.output_ids.append(tokens[kept])
+            if tokens[kept] in self.stop_ids:
+                self.finish_reason = "stop"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
             kept += 1
-            self._advance(token, drafted=kept <= num_drafted)
-            if self.done:
-                break
         self.choice.commit(tokens[:kept])
         return kept
 
-    def _advance(self, token: int, drafted: bool) -> None:
-        text = ""
-        if token in self.stop_ids:
-            self.finish_reason = "stop"
-        elif self.output is not None:
-            text = self.output.push(token)
-            self.finish_reason = "stop" if self.output.stopped else None
-        if self.finish_reason is None and self.remaining == 0:
-            self.finish_reason = "length"
-        if self.finish_reason is not None and self.output is not None:
-            text += self.output.finish()
-            if self.output.stopped:  # a stop string in what was held back
+    def tell(self, kept: int, num_drafted: int) -> int:
+        """Make text of the last `kept` tokens, the first `num_drafted` of which are drafts, up to a stop string.
+
+        Tokens behind that one are dropped; returns how many are left.
+        """
+        if self.output is None:
+            return kept
+        first = len(self.output_ids) - kept
+        for count, token in enumerate(self.output_ids[first:], start=1):
+            last = self.finish_reason is not None and count == kept
+            text = "" if last and token in self.stop_ids else self.output.push(token)
+            text += self.output.finish() if last else ""
+            if text:
+                self.pieces.append(Piece(text, drafted=count <= num_drafted))
+            if self.output.stopped:
                 self.finish_reason = "stop"
-        if text:
-            self.pieces.append(Piece(text, drafted))
+                del self.output_ids[first + count :]
+                return count
+        return kept

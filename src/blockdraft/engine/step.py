@@ -104,47 +104,95 @@ def prefill(pair: Pair, request: Request, most: int) -> int | None:
     return int(choose(out.logits, [request.choice], [len(request.prompt_ids)]))
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A round of which the passes have been started; on an asynchronous device they need not be over.
+
+    Row b is `requests[b]`, which had slots[b] and starts[b] tokens read.  widths[b] of its drafts are verified in block
+    [B, 1 + K].  `said` [B, 2 + K] are accepted drafts, next token and drafts on their way to the host, where they are
+    once `landed` has happened (None: they are there).
+    """
+
+    requests: list[Request]
+    slots: list[int]
+    starts: list[int]
+    asked: Ask
+    widths: list[int]
+    block: Tensor
+    taps: Tensor | None
+    said: Tensor
+    landed: torch.cuda.Event | None
+
+    def going(self) -> list[int]:
+        """The rows whose requests still run: one may have ended, and its slot been given away, since the start."""
+        pairs = zip(self.requests, self.slots, strict=True)
+        return [b for b, (request, slot) in enumerate(pairs) if request.slot == slot and not request.done]
+
+
 @torch.inference_mode()
-def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[Verdict]:
-    """One round for all running requests, which verifies as many drafts of each as the policy says."""
+def launch(pair: Pair, requests: Sequence[Request], policy: Policy) -> Flight:
+    """Start a round for running requests, which verifies as many drafts of each as the policy says."""
     device = pair.target.info.device
-    rows = [request.slot for request in requests if request.slot is not None]
+    slots = [request.slot for request in requests if request.slot is not None]
     starts = [request.num_read for request in requests]
-    pair.cache.truncate(rows, starts)  # a round that was interrupted may have left more
+    pair.cache.truncate(slots, starts)  # a round that was interrupted may have left more
     anchors = torch.tensor([request.anchor for request in requests], device=device)
 
     room = [pair.cache.capacity - start for start in starts]
     limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
     sampled = [request.params.temperature > 0 for request in requests]
-    asked = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
-    drafts, widths = anchors.new_empty(len(rows), 0), [0] * len(rows)
+    asked = policy.begin([Row(*facts) for facts in zip(slots, starts, sampled, strict=True)])
+    drafts, widths = anchors.new_empty(len(slots), 0), [0] * len(slots)
     if max(limits) == 0:
         asked = Ask.NOBODY
     if asked is not Ask.NOBODY:
         coupling = None
         if pair.coupled and any(sampled):
             coupling = Coupling([request.choice for request in requests], [start + 1 for start in starts])
-        proposal = propose(pair, asked, rows, anchors, coupling)
+        proposal = propose(pair, asked, slots, anchors, coupling)
         widths = policy.widths(proposal, limits)
         drafts = proposal.tokens[:, : max(widths)]
 
     block = torch.cat([anchors[:, None], drafts], dim=1)
-    out = pair.target.forward(block, pair.cache, rows)
+    out = pair.target.forward(block, pair.cache, slots)
     choices = choose(out.logits, [request.choice for request in requests], [start + 1 for start in starts], drafts)
     num_accepted, next_tokens = accept(drafts, choices, torch.tensor(widths, device=device))
+    # Everything the host needs in one transfer.
+    said, landed = _to_host(torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1))
+    return Flight(list(requests), slots, starts, asked, widths, block, out.taps, said, landed)
 
-    # The one wait for the device: everything the host needs in one transfer.
-    verdicts = torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1).tolist()
-    # The anchor and the accepted drafts; the next token is unread.
-    said = [[request.anchor, *tokens[:count]] for request, (count, _, *tokens) in zip(requests, verdicts, strict=True)]
-    pair.cache.truncate(rows, [start + len(tokens) for start, tokens in zip(starts, said, strict=True)])
-    results = [
-        Verdict([*tokens[:count], following], width, asked)
-        for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
+
+@torch.inference_mode()
+def land(pair: Pair, flight: Flight, policy: Policy) -> list[tuple[Request, Verdict]]:
+    """Wait for a round, and commit what it gave each request that still runs."""
+    waited = flight.landed is None or not flight.landed.query()
+    if flight.landed is not None:
+        flight.landed.synchronize()
+    verdicts = [
+        Verdict([*drafts[:count], following], width, flight.asked)
+        for (count, following, *drafts), width in zip(flight.said.tolist(), flight.widths, strict=True)
     ]
-    policy.learn([verdict.tokens for verdict in results])
-    pair.commit(rows, starts, said, block, out.taps)
-    return results
+    going = flight.going()
+    slots, starts = [flight.slots[b] for b in going], [flight.starts[b] for b in going]
+    # The anchor and the accepted drafts; the next token is unread.
+    read = [[flight.requests[b].anchor, *verdicts[b].tokens[:-1]] for b in going]
+    pair.cache.truncate(slots, [start + len(tokens) for start, tokens in zip(starts, read, strict=True)])
+    policy.learn([verdict.tokens for verdict in verdicts], waited)
+    block, taps = flight.block, flight.taps
+    if len(going) < len(flight.slots):
+        block, taps = block[going], None if taps is None else taps[going]
+    pair.commit(slots, starts, read, block, taps)
+    return [(flight.requests[b], verdicts[b]) for b in going]
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A tensor on its way to the host, and what happens when it is there; None: it is."""
+    if values.device.type != "cuda":
+        return values, None
+    arrived = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    landed = torch.cuda.Event()
+    landed.record()
+    return arrived, landed
 
 
 def propose(pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
