@@ -68,12 +68,10 @@ parity-vllm: $(STAMP) $(PEERS)/vllm/.ready
 #   make peers DRAFTER=folder PROMPTS=file.jsonl [THREADS=1] [ARMS=transformers,blockdraft] [OPTIONS='--max-tokens 64']
 # Two threads give results/peers.json, one results/peers-1-thread.json.  Tables and picture in the documentation, of all
 # that is measured: python -m blockdraft.bench.peers docs/performance.md results/peers*.json
-THREADS ?= 2
-ARMS    ?=
 peers: peers-named $(STAMP) $(PEERS)/reference/.ready $(PEERS)/llamacpp/.ready
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) torch==2.13.0 -e '.[bench]'
 	$(BIN)/python benchmarks/peers/compare.py --drafter '$(DRAFTER)' --prompts '$(PROMPTS)' \
-	  --environments $(PEERS) --threads '$(THREADS)' $(if $(ARMS),--arms '$(ARMS)') $(OPTIONS)
+	  --environments $(PEERS) $(if $(THREADS),--threads '$(THREADS)') $(if $(ARMS),--arms '$(ARMS)') $(OPTIONS)
 
 # Before anything is installed.
 peers-named:

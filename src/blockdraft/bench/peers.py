@@ -141,7 +141,7 @@ def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
     names = [peer.name for peer in PEERS if peer.name in measured]
     size = (2.5 + 5 * len(reports), 1.2 + 0.36 * len(names))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(reports), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(reports), sharex=True, sharey=True, squeeze=False)[0]
     for axes, report in zip(panels, _ordered(reports), strict=True):
         _bars(axes, report, names)
     panels[0].set(yticks=range(len(names)), yticklabels=names)
