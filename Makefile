@@ -65,11 +65,13 @@ parity-vllm: $(STAMP) $(PEERS)/vllm/.ready
 	$(PEERS)/vllm/bin/python tests/parity/with_vllm.py $(RECORD) $(PEERS)/out-vllm/smollm2-135m
 
 # The same questions, weights and drafter, turn about, and how fast each engine is: on a machine that does nothing else.
-#   make peers DRAFTER=folder PROMPTS=file.jsonl [OPTIONS='--threads 1 --output results/peers-1-thread.json']
+#   make peers DRAFTER=folder PROMPTS=file.jsonl [THREADS=1] [ARMS=transformers,blockdraft] [OPTIONS='--max-tokens 64']
+# Two threads give results/peers.json, one results/peers-1-thread.json.  Tables and picture in the documentation, of all
+# that is measured: python -m blockdraft.bench.peers docs/performance.md results/peers*.json
 peers: peers-named $(STAMP) $(PEERS)/reference/.ready $(PEERS)/llamacpp/.ready
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) torch==2.13.0 -e '.[bench]'
 	$(BIN)/python benchmarks/peers/compare.py --drafter '$(DRAFTER)' --prompts '$(PROMPTS)' \
-	  --environments $(PEERS) $(OPTIONS)
+	  --environments $(PEERS) $(if $(THREADS),--threads '$(THREADS)') $(if $(ARMS),--arms '$(ARMS)') $(OPTIONS)
 
 # Before anything is installed.
 peers-named:

@@ -117,32 +117,38 @@ class Engines:
         return {**told, "decode_tokens": len(tokens) - 1, "decode_seconds": 0.5}
 
 
-ARMS = "transformers,dflash,llamacpp-f16,llamacpp-f16-dflash,blockdraft-auto"
+ARMS = "transformers,dflash,llamacpp-f16,llamacpp-f16-dflash,blockdraft-auto,blockdraft-f16,blockdraft-f16-auto"
+ASTRAY = {"dflash": 2, "llamacpp-f16-dflash": 1}
+
+
+def measured(folder: Path, names: str = ARMS, threads: int = 1) -> tuple[dict[str, Any], Engines]:
+    """A run over three prompts in which two arms go astray, one of them with F16 weights."""
+    engines = Engines(ASTRAY)
+    chat = Chat(encode=lambda messages: [int(messages[-1]["content"])], decode=str)
+    arms = [compare.make_arm(peer, engines.ask, [STOP]) for peer in peers.chosen(names)]
+    prompts, params = [Prompt(f"p{n}", (str(n),)) for n in (1, 2, 3)], SamplingParams(max_tokens=20)
+    machine = {"cpu": "a processor", "cores": 2, "threads": threads}
+    setup = {
+        "dataset": "numbers", "prompts": 3, "params": params.model_dump(mode="json"), "target": "target",
+        "arms": peers.facts(peers.chosen(names)), "machine": machine,
+        "versions": {"one": {"torch": "2"}, "two": {"torch": "2", "dflash": "0.1"}},
+    }  # fmt: skip
+    path = folder / compare.default_output(threads).name
+    made = compare.compare(prompts, arms, chat, params, setup, path)
+    assert load(path) == json.loads(json.dumps(made)) and made["complete"]
+    return made, engines
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> tuple[dict[str, Any], Engines]:
-    """A run over three prompts in which two arms go astray, one of them with F16 weights."""
-    engines = Engines({"dflash": 2, "llamacpp-f16-dflash": 1})
-    chat = Chat(encode=lambda messages: [int(messages[-1]["content"])], decode=str)
-    arms = [compare.make_arm(peer, engines.ask, [STOP]) for peer in peers.chosen(ARMS)]
-    prompts, params = [Prompt(f"p{n}", (str(n),)) for n in (1, 2, 3)], SamplingParams(max_tokens=20)
-    machine = {"cpu": "a processor", "cores": 2, "threads": 1}
-    setup = {
-        "dataset": "numbers", "prompts": 3, "params": params.model_dump(mode="json"), "target": "target",
-        "arms": peers.facts(peers.chosen(ARMS)), "machine": machine,
-        "versions": {"one": {"torch": "2"}, "two": {"torch": "2", "dflash": "0.1"}},
-    }  # fmt: skip
-    made = compare.compare(prompts, arms, chat, params, setup, tmp_path / "peers.json")
-    assert load(tmp_path / "peers.json") == json.loads(json.dumps(made)) and made["complete"]
-    return made, engines
+    return measured(tmp_path)
 
 
 def test_arms_take_turns_and_warm_up_uncounted(report: tuple[dict[str, Any], Engines]) -> None:
     made, engines = report
     names = ARMS.split(",")
-    assert engines.asked[:5] == [(name, 1, 16) for name in names]  # shorter, and no row
-    turns = [[arm for arm, ids, tokens in engines.asked[5:] if ids == number] for number in (1, 2, 3)]
+    assert engines.asked[: len(names)] == [(name, 1, 16) for name in names]  # shorter, and no row
+    turns = [[arm for arm, ids, tokens in engines.asked[len(names) :] if ids == number] for number in (1, 2, 3)]
     assert turns == [names, names[1:] + names[:1], names[2:] + names[:2]]
     assert [row["ids"] for row in made["rows"]] == [["p1"], ["p2"], ["p3"]]
     assert all(row["arms"][name]["tokens"] == [20] for row in made["rows"] for name in names)
@@ -157,6 +163,8 @@ def test_answers_are_compared_with_those_that_they_must_equal(report: tuple[dict
         "llamacpp-f16": (None, 0, 0),
         "llamacpp-f16-dflash": (False, 2, 3),
         "blockdraft-auto": (True, 3, 3),
+        "blockdraft-f16": (None, 0, 0),
+        "blockdraft-f16-auto": (True, 3, 3),
     }
     places = [(one["arm"], one["position"]) for row in made["rows"] for one in row["differences"]]
     assert places == [("dflash", 2), ("llamacpp-f16-dflash", 1)]
@@ -164,7 +172,7 @@ def test_answers_are_compared_with_those_that_they_must_equal(report: tuple[dict
 
 def test_rates_rounds_and_ratios(report: tuple[dict[str, Any], Engines]) -> None:
     made, _ = report
-    ours = made["arms"][-1]
+    (ours,) = [arm for arm in made["arms"] if arm["name"] == "blockdraft-auto"]
     assert ours["tau"] == pytest.approx(19 / 3, abs=1e-4) and ours["stopped"] == 3
     assert ours["decode_tokens_per_second"] == {"median": 38.0, "min": 38.0, "max": 38.0}
     assert made["rows"][0]["arms"]["dflash"]["rounds"] == 3
@@ -175,9 +183,9 @@ def test_the_document_gets_the_table(report: tuple[dict[str, Any], Engines], tmp
     made, _ = report
     document = tmp_path / "document.md"
     document.write_text("before\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nafter\n")
-    peers.update(document, [tmp_path / "peers.json"])
+    peers.update(document, [tmp_path / "peers-1-thread.json"])
     text = document.read_text()
-    peers.update(document, [tmp_path / "peers.json"])
+    peers.update(document, [tmp_path / "peers-1-thread.json"])
     assert document.read_text() == text and "old" not in text
     assert text.startswith("before\n") and text.endswith("<!-- peers: end -->\nafter\n")
     assert "### On 1 thread\n" in text and "torch 2, dflash 0.1." in text
@@ -185,6 +193,47 @@ def test_the_document_gets_the_table(report: tuple[dict[str, Any], Engines], tmp
     ratio = made["ratios"]["llamacpp-f16-dflash/llamacpp-f16"]
     assert "| 38.0 | 6.33 | 2 of 3 |" in line and f"| {ratio['median']:.2f}x ({ratio['min']:.2f} - " in line
     assert "- llamacpp-f16-dflash parts in p2 at token 1.\n" in text
+
+
+def ratio_to_ours(text: str, engine: str, weights: str) -> str:
+    """The last column of an engine's plain arm."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {engine} | {weights} | none |")]
+    return line.rstrip(" |").rpartition("| ")[2].partition("x")[0]
+
+
+def test_ours_stands_beside_what_has_the_same_weights(tmp_path: Path) -> None:
+    made, _ = measured(tmp_path)
+    # Rates as far apart as they are by chance in no run.
+    ratios = {"blockdraft-f16-auto/llamacpp-f16": 3.0, "blockdraft-auto/llamacpp-f16": 2.0}
+    made["ratios"] |= {name: {"median": ratio, "min": 1.0, "max": 9.0} for name, ratio in ratios.items()}
+    assert ratio_to_ours(peers.markdown([made]), "llama.cpp", "F16") == "3.00"
+    del made["setup"]["arms"]["blockdraft-f16-auto"]
+    made["arms"] = made["arms"][:-1]
+    assert ratio_to_ours(peers.markdown([made]), "llama.cpp", "F16") == "2.00"
+
+
+def test_runs_on_one_thread_and_on_two_stand_in_one_document(tmp_path: Path) -> None:
+    document = tmp_path / "document.md"
+    document.write_text("<!-- peers: begin -->\n<!-- peers: end -->\n")
+    for threads in (1, 2):
+        measured(tmp_path, ARMS if threads == 2 else "transformers,blockdraft-auto", threads)
+    files = sorted(tmp_path.glob("peers*.json"))
+    assert [file.name for file in files] == ["peers-1-thread.json", "peers.json"]
+    peers.update(document, files)
+    both = document.read_text().partition("### On 2 threads\n")[2].partition("### On 1 thread\n")
+    assert [part.count("| blockdraft |") for part in both] == [3, 0, 1]
+    assert both[2].count(peers.MEANINGS) == 1 and both[0].count(peers.MEANINGS) == 0
+    pytest.importorskip("matplotlib")
+    peers.draw([load(file) for file in files], tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_file_for_each_number_of_threads() -> None:
+    asked = ["--drafter", "d", "--prompts", "p.jsonl"]
+    outputs = [compare.parse([*asked, "--threads", str(count)]).output.name for count in (1, 2, 4)]
+    assert outputs == ["peers-1-thread.json", "peers.json", "peers-4-threads.json"]
+    assert compare.parse(asked).output == Path("results/peers.json")
+    assert compare.parse([*asked, "--threads", "1", "--output", "mine.json"]).output == Path("mine.json")
 
 
 def test_what_was_not_finished_gets_into_no_document(report: tuple[dict[str, Any], Engines], tmp_path: Path) -> None:
@@ -196,15 +245,13 @@ def test_what_was_not_finished_gets_into_no_document(report: tuple[dict[str, Any
         peers.update(document, [tmp_path / "half.json"])
 
 
-def test_bars_are_drawn(report: tuple[dict[str, Any], Engines], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    peers.draw(report[0], tmp_path / "peers.png")
-    assert (tmp_path / "peers.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.parametrize(
     ("arms", "message"),
-    [("transformers,vllm", "vllm: no such arm"), ("blockdraft", "without transformers, with which blockdraft")],
+    [
+        ("transformers,vllm", "vllm: no such arm"),
+        ("blockdraft", "without transformers, with which blockdraft"),
+        ("transformers,blockdraft,blockdraft-f16-auto", "without blockdraft-f16, with which blockdraft-f16-auto"),
+    ],
 )
 def test_arms_that_cannot_be_compared_are_refused(arms: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -215,12 +262,18 @@ def test_every_arm_has_a_worker_and_a_baseline() -> None:
     names = [peer.name for peer in peers.PEERS]
     paths = {name: name for name in ("target", "dflash", "assistant", *(f"{a}-{b}" for a in ("target", "drafter")
              for b in ("f32", "f16")))}  # fmt: skip
-    options = compare.parse(["--drafter", "d", "--prompts", "p.jsonl"])
+    options = compare.parse(["--drafter", "d", "--prompts", "p.jsonl", "--threads", "5"])
     planned = list(compare.plans(paths, {"block_size": 8}, options, 300))
     assert sorted(name for *_, arms in planned for name in arms) == sorted(names)
     assert all((compare.HERE / script).is_file() for _, script, *_ in planned)
     assert all(s["drafts"] == (3 if arms[0].endswith("-3") else 7) for *_, s, arms in planned)
     assert {peer.plain or peer.name for peer in peers.PEERS} <= set(names)
+    assert {s["threads"] for *_, s, _ in planned} == {5}
+    ours = {s["arm"]: s["weights"] for _, script, s, _ in planned if script == "ours.py"}
+    assert ours == {"blockdraft": None, "blockdraft-f16": "float16"}
+    # Half precision is another target: nobody there is compared with fp32, and everybody with a plain arm.
+    halves = [peer for peer in peers.PEERS if peer.weights == "F16"]
+    assert len(halves) == 6 and all(peer.like == (peer.plain or peer.name) for peer in halves)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +285,7 @@ def test_every_arm_has_a_worker_and_a_baseline() -> None:
     ],
 )
 def test_mistakes_are_one_line(changes: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(["--drafter", "nowhere", "--prompts", "none.jsonl", "--no-plots", *changes]) == 2
+    assert compare.main(["--drafter", "nowhere", "--prompts", "none.jsonl", *changes]) == 2
     said = capsys.readouterr().err
     assert said.startswith(message) and said.count("\n") == 1
 

@@ -1,7 +1,7 @@
 """`make peers`: other engines and ours on the same prompts, with the same weights and the same drafter, turn about.
 
 It starts one worker process for each engine and kind of weights, in the environment of that engine, asks them in turn,
-and writes one JSON file and one plot.  Run it on a machine that does nothing else.
+and writes one JSON file.  Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 from process import Worker
 
 from blockdraft.bench.measure import Answer, Arm, Chat, Row, measure
-from blockdraft.bench.peers import Peer, Told, chosen, describe, draw, facts
+from blockdraft.bench.peers import Peer, Told, chosen, describe, facts, markdown
 from blockdraft.bench.prompts import DATASETS, Prompt, load_prompts
 from blockdraft.bench.report import machine, save
 from blockdraft.config import SamplingParams
 
 HERE = Path(__file__).parent
 TARGET = "smollm2-135m"
+THREADS = 2
 LEFT_TO_ITSELF = 3  # what llama.cpp drafts a round unless it is told
 SPARE = 64  # llama.cpp has drafts behind the last token in its context too
 Ask = Callable[[str, Sequence[int], int, Sequence[int]], Mapping[str, Any]]
@@ -46,19 +47,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file; a data set's gets the papers' wording")
     parser.add_argument("--prompts-limit", type=int, default=10, help="only the first so many")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--threads", type=int, default=2, help="of every engine")
+    parser.add_argument("--threads", type=int, default=THREADS, help="of every engine")
     parser.add_argument("--arms", help="only these, by commas")
-    parser.add_argument("--output", type=Path, default=Path("results/peers.json"), help="JSON; the plot is beside it")
+    parser.add_argument("--output", type=Path, help="JSON; results/peers.json, or peers-1-thread.json and so on")
     parser.add_argument("--environments", type=Path, default=Path(".parity"), help="where `make peers` installs")
-    parser.add_argument("--no-plots", action="store_true", help="draw none; they need matplotlib")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.output = options.output or default_output(options.threads)
+    return options
+
+
+def default_output(threads: int) -> Path:
+    """A file for each number of threads; the usual number has the plain name."""
+    name = {1: "peers-1-thread", THREADS: "peers"}.get(threads, f"peers-{threads}-threads")
+    return Path("results") / f"{name}.json"
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Everything from files to files.  Raises ValueError, in one line, for what is missing or does not fit."""
     from material import make_material
 
-    from blockdraft.bench.ablation_plots import need_matplotlib
     from blockdraft.cli.bench import room_for, without_folder
     from blockdraft.cli.wiring import make_chat, prepare
     from blockdraft.targets.resolve import load_tokenizer
@@ -67,8 +74,6 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: need at least 1")
     peers = chosen(options.arms)
-    if not options.no_plots:
-        need_matplotlib()
     prompts, dataset = read_prompts(options.prompts, options.prompts_limit)
     prepare(options.threads)
     tokenizer = load_tokenizer(TARGET)
@@ -90,9 +95,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         }
         arms = [make_arm(peer, asks[peer.name], [tokenizer.eos_token_id]) for peer in peers]
         report = compare(prompts, arms, chat, params, setup, options.output)
-    if not options.no_plots:
-        draw(report, options.output.with_suffix(".png"))
-    print(f"{options.output}; its table: python -m blockdraft.bench.peers docs/performance.md {options.output}")
+    print(f"{markdown([report])}\n\n{options.output}")
 
 
 def read_prompts(path: Path, limit: int) -> tuple[list[Prompt], str]:
@@ -120,8 +123,11 @@ def plans(
         ):
             own = {**common, **own, "target": paths[f"target-{weights}"]}
             yield options.environments / "llamacpp" / "bin" / "python", "llamacpp.py", own, [own["arm"]]
-    own = {"target": paths["target"], "drafter": paths["dflash"]}
-    yield Path(sys.executable), "ours.py", {**common, **own}, ["blockdraft", "blockdraft-dflash", "blockdraft-auto"]
+    cache = str(options.environments / "peers" / "cache")
+    ours = {"target": paths["target"], "drafter": paths["dflash"], "cache": cache}
+    for arm, kept in (("blockdraft", None), ("blockdraft-f16", "float16")):
+        own = {**common, **ours, "arm": arm, "weights": kept}
+        yield Path(sys.executable), "ours.py", own, [arm, f"{arm}-dflash", f"{arm}-auto"]
 
 
 def start(

@@ -1,7 +1,11 @@
-"""Worker: blockdraft itself, plain, drafted with every draft verified, and drafted as it is by default (`auto`)."""
+"""Worker: blockdraft itself, plain, drafted with every draft verified, and drafted as it is by default (`auto`).
+
+Its target's weights are fp32, or (`weights`) in half precision.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,15 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Answering], dict[str, Any]
     """One target and one drafter for three engines."""
     import torch
 
+    # What passes cost is measured anew by every run: what is remembered may be of a busier machine.
+    os.environ["BLOCKDRAFT_CACHE"] = settings["cache"]
     prepare(settings["threads"])
-    target = load_target(settings["target"])
-    drafter, room = load_drafter(Path(settings["drafter"]), target), settings["room"]
+    target = load_target(settings["target"], weights=settings["weights"])
+    drafter, room, arm = load_drafter(Path(settings["drafter"]), target), settings["room"], settings["arm"]
     engines = {
-        "blockdraft": make_engine(target, None, None, room),
-        "blockdraft-dflash": make_engine(target, drafter, None, room),
-        "blockdraft-auto": make_engine(target, drafter, None, room, verify_width="auto"),
+        arm: make_engine(target, None, None, room),
+        f"{arm}-dflash": make_engine(target, drafter, None, room),
+        f"{arm}-auto": make_engine(target, drafter, None, room, verify_width="auto"),
     }
     for engine in engines.values():
         engine.prepare()  # what is measured once for a machine is no part of anybody's time

@@ -1,7 +1,8 @@
 """Engines of others beside ours: which arms there are, what their rows say, and the table and plot of finished runs.
 
-Results come from `make peers`; `python -m blockdraft.bench.peers docs/performance.md results/peers*.json` renders the
-document's table between its markers.  Nothing here runs an engine.
+Results come from `make peers`, a file for each number of threads; `python -m blockdraft.bench.peers
+docs/performance.md results/peers*.json` renders the document's tables between its markers, and draws peers.png beside
+the results.  Nothing here runs an engine.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from blockdraft.bench.report import insert, load_finished
 from blockdraft.bench.summary import summarise
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
-OURS = "blockdraft-auto"  # what one gets who asks for nothing
+# What one gets of ours who asks for nothing but these weights.
+OURS = {"F32": "blockdraft-auto", "F16": "blockdraft-f16-auto"}
 MEANINGS = (
     "Greedy; every engine has the same prompts as ids, the same stop token and limit, one request at a time, and the "
     "same weights, dense ones. The engines take turns prompt by prompt, each in a process of its own that is stopped "
     "while another answers. Tokens/s: median over prompts of tokens over seconds of the whole answer, prefill "
     "included; decode: the same of what came after the first tokens. tau: tokens per verify pass (llama.cpp does not "
     "tell: from its accepted drafts, up to one pass of an answer). Identical: answers equal, token by token, to "
-    "transformers' plain ones, and with F16 weights to llama.cpp's own plain ones. The last two columns are medians of "
-    "ratios prompt by prompt, with the smallest and the largest."
+    "transformers' plain ones, and with F16 weights, which are another target, to the same engine's own plain ones. "
+    "The last two columns are medians of ratios prompt by prompt, with the smallest and the largest; `auto` is ours "
+    "with the same weights, or with F32 ones where a run has no other."
 )
 
 
@@ -66,6 +69,9 @@ PEERS = (
     Peer("blockdraft", "blockdraft", "none"),
     Peer("blockdraft-dflash", "blockdraft", "DFlash, all verified", plain="blockdraft"),
     Peer("blockdraft-auto", "blockdraft", "DFlash, `auto`", plain="blockdraft"),
+    Peer("blockdraft-f16", "blockdraft", "none", "F16", like="blockdraft-f16"),
+    Peer("blockdraft-f16-dflash", "blockdraft", "DFlash, all verified", "F16", "blockdraft-f16", "blockdraft-f16"),
+    Peer("blockdraft-f16-auto", "blockdraft", "DFlash, `auto`", "F16", "blockdraft-f16", "blockdraft-f16"),
 )
 
 
@@ -111,7 +117,7 @@ def facts(peers: Sequence[Peer]) -> dict[str, dict[str, Any]]:
 def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     """The document's part: for each run a heading, a table and the machine; what the columns mean."""
     lines = []
-    for report in sorted(reports, key=lambda report: -report["setup"]["machine"]["threads"]):
+    for report in _ordered(reports):
         lines += [f"### On {_threads(report['setup'])}", "", *_table(report), ""]
         lines += [*_differences(report), _note(report["setup"]), ""]
     return "\n".join([*lines, MEANINGS])
@@ -122,31 +128,44 @@ def update(document: Path, results: Sequence[Path]) -> None:
     insert(document, "peers", markdown(load_finished(results)))
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Bars of tokens per second by arm, with the slowest and the fastest prompt, as an image (the `bench` extra)."""
+def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Bars of tokens per second by arm, with the slowest and the fastest prompt, as an image (the `bench` extra).
+
+    Runs stand side by side, and an arm has one line in all of them.
+    """
     from matplotlib.figure import Figure
 
     from blockdraft.bench.ablation_plots import save_figure
 
-    figure = Figure(figsize=(8, 1.2 + 0.36 * len(report["arms"])), layout="constrained")
-    save_figure(_bars(figure, report), path)
+    measured = {arm["name"] for report in reports for arm in report["arms"]}
+    names = [peer.name for peer in PEERS if peer.name in measured]
+    size = (2.5 + 5 * len(reports), 1.2 + 0.36 * len(names))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(reports), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, report in zip(panels, _ordered(reports), strict=True):
+        _bars(axes, report, names)
+    panels[0].set(yticks=range(len(names)), yticklabels=names)
+    panels[0].invert_yaxis()  # of all of them
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize="small")
+    save_figure(figure, path)
 
 
-def _bars(figure: Figure, report: Mapping[str, Any]) -> Figure:
-    axes, setup = figure.subplots(), report["setup"]
-    places = {arm["name"]: place for place, arm in enumerate(report["arms"])}
+def _bars(axes: Axes, report: Mapping[str, Any], names: Sequence[str]) -> None:
+    setup = report["setup"]
     for drafted in (False, True):
         own = [arm for arm in report["arms"] if (setup["arms"][arm["name"]]["drafting"] != "none") is drafted]
         rates = [arm["tokens_per_second"] for arm in own]
         middle = [rate["median"] for rate in rates]
         spread = [[rate["median"] - rate["min"] for rate in rates], [rate["max"] - rate["median"] for rate in rates]]
-        where, label = [places[arm["name"]] for arm in own], "drafted" if drafted else "plain"
+        where, label = [names.index(arm["name"]) for arm in own], "drafted" if drafted else "plain"
         axes.barh(where, middle, height=0.7, xerr=spread, error_kw={"linewidth": 0.8, "capsize": 2}, label=label)
-    axes.set(yticks=range(len(places)), yticklabels=list(places), xlabel="tokens per second, prefill included")
+    axes.set(xlabel="tokens per second, prefill included")
     axes.set(title=f"{setup['dataset']}, {setup['prompts']} prompts, {_threads(setup)}")
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower right", ncols=2, fontsize="small")
-    return figure
+
+
+def _ordered(reports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The most threads first."""
+    return sorted(reports, key=lambda report: -report["setup"]["machine"]["threads"])
 
 
 def _decode_rate(answers: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
@@ -170,9 +189,10 @@ def _table(report: Mapping[str, Any]) -> list[str]:
         "over its plain",
         "`auto` over it",
     ]
-    rows = []
+    rows, there = [], report["setup"]["arms"]
     for arm in report["arms"]:
-        known, name = report["setup"]["arms"][arm["name"]], arm["name"]
+        known, name = there[arm["name"]], arm["name"]
+        ours = OURS[known["weights"]] if OURS[known["weights"]] in there else OURS["F32"]
         decode = arm["decode_tokens_per_second"]
         rows.append([
             known["engine"], known["weights"], known["drafting"],
@@ -181,7 +201,7 @@ def _table(report: Mapping[str, Any]) -> list[str]:
             f"{arm['tau']:.2f}" if arm["tau"] else "",
             f"{arm['identical_answers']} of {arm['compared_answers']}" if arm["compared_answers"] else "",
             _times(report["ratios"].get(f"{name}/{known['plain']}")),
-            _times(report["ratios"].get(f"{OURS}/{name}")),
+            _times(report["ratios"].get(f"{ours}/{name}")),
         ])  # fmt: skip
     return ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
 
@@ -217,4 +237,6 @@ def _note(setup: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    update(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    files = [Path(name) for name in sys.argv[2:]]
+    update(Path(sys.argv[1]), files)
+    draw(load_finished(files), files[0].with_name("peers.png"))
