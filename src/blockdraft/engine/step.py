@@ -16,6 +16,7 @@ from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter, PartlyFree, Proposal
 from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.policy import Ask, Policy, Row, verify_widths
+from blockdraft.engine.probe import few, spread
 from blockdraft.engine.request import Request
 from blockdraft.ops.acceptance import accept
 from blockdraft.ops.sampling import Coupling, choose
@@ -43,11 +44,6 @@ class Pair:
             self.backlog.forget(slot)
             self.drafter.reset(self.state, slot)
 
-    def read(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
-        """Show the drafter more of a request's prompt: ids [1, S], taps [1, S, T, D]."""
-        if self.drafter is not None:
-            self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
-
     def commit(
         self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], ids: Tensor, taps: Tensor | None
     ) -> None:
@@ -56,15 +52,15 @@ class Pair:
             if isinstance(self.drafter, PartlyFree):
                 self.drafter.observe_free(self.state, rows, starts, said)
             self.backlog.add(rows, starts, ids, taps, [len(tokens) for tokens in said])
-            self.catch_up(self.backlog.full(rows))
+            if self.backlog.full:
+                self.catch_up(list(self.backlog.entries))
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Show the drafter what was committed since it was last asked."""
-        shown = self.backlog.peek(rows)
-        if shown is not None and self.drafter is not None:
+        while self.drafter is not None and (shown := self.backlog.peek(rows)) is not None:
             self.drafter.observe(self.state, shown.rows, shown.ids, shown.taps, shown.counts)
-            for row in shown.rows:
-                self.backlog.forget(row)
+            for row, count in zip(shown.rows, shown.counts, strict=True):
+                self.backlog.drop(row, count)
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def prefill(pair: Pair, request: Request, most: int) -> int | None:
         pair.begin(slot)
     ids = torch.tensor([request.prompt_ids[start : start + most]], device=pair.target.info.device)
     out = pair.target.forward(ids, pair.cache, [slot], keep_logits=1)
-    pair.read(slot, ids, out.taps)
+    pair.commit([slot], [start], ids.tolist(), ids, out.taps)  # the drafter reads it when it is first asked
     request.num_prefilled += ids.shape[1]
     if request.num_prefilled < len(request.prompt_ids):
         return None
@@ -116,15 +112,19 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     room = [pair.cache.capacity - start for start in starts]
     limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
     sampled = [request.params.temperature > 0 for request in requests]
-    asked = policy.begin([Row(*facts) for facts in zip(rows, starts, sampled, strict=True)])
+    waiting = [pair.backlog.waiting.get(row, 0) for row in rows]
+    facts = [Row(*row) for row in zip(rows, starts, sampled, waiting, strict=True)]
+    asked = policy.begin(facts)
     drafts, widths = anchors.new_empty(len(rows), 0), [0] * len(rows)
+    some: list[int] | None = None
     if max(limits) == 0:
         asked = Ask.NOBODY
     if asked is not Ask.NOBODY:
         coupling = None
         if pair.coupled and any(sampled):
             coupling = Coupling([request.choice for request in requests], [start + 1 for start in starts])
-        proposal = propose(pair, asked, rows, anchors, coupling)
+        some = few(facts) if asked is Ask.SOME else None
+        proposal = propose(pair, asked, rows, anchors, coupling, some)
         widths = policy.widths(proposal, limits)
         drafts = proposal.tokens[:, : max(widths)]
 
@@ -139,20 +139,31 @@ def speculate(pair: Pair, requests: Sequence[Request], policy: Policy) -> list[V
     said = [[request.anchor, *tokens[:count]] for request, (count, _, *tokens) in zip(requests, verdicts, strict=True)]
     pair.cache.truncate(rows, [start + len(tokens) for start, tokens in zip(starts, said, strict=True)])
     results = [
-        Verdict([*tokens[:count], following], width, asked)
-        for (count, following, *tokens), width in zip(verdicts, widths, strict=True)
+        Verdict([*tokens[:count], following], width, asked if some is None or b in some else Ask.NOBODY)
+        for b, ((count, following, *tokens), width) in enumerate(zip(verdicts, widths, strict=True))
     ]
     policy.learn([verdict.tokens for verdict in results])
     pair.commit(rows, starts, said, block, out.taps)
     return results
 
 
-def propose(pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
-    """Drafts after anchors [B], by the whole drafter or by its free part."""
+def propose(
+    pair: Pair,
+    asked: Ask,
+    rows: Sequence[int],
+    anchors: Tensor,
+    coupling: Coupling | None = None,
+    some: Sequence[int] | None = None,
+) -> Proposal:
+    """Drafts after anchors [B], by the whole drafter or by its free part; `some`: the whole, for these of the rows."""
     drafter = pair.drafter
     assert drafter is not None, "without a drafter, no policy asks it"
     if asked is Ask.FREE:
         assert isinstance(drafter, PartlyFree), "a policy asks for what there is"
         return drafter.propose_free(pair.state, rows, anchors)
+    if some is not None:
+        part = None if coupling is None else coupling.part(some)
+        proposal = propose(pair, Ask.ALL, [rows[b] for b in some], anchors[list(some)], part)
+        return spread(proposal, some, len(rows))
     pair.catch_up(rows)
     return drafter.propose(pair.state, rows, anchors, coupling)
