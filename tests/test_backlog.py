@@ -141,7 +141,7 @@ def test_few_rows_are_asked_and_the_others_decoded() -> None:
     assert [request.output_ids for request in requests] == answers
     stats = [request.stats for request in requests]
     assert all(one.accepted == one.drafted for one in stats) and sum(one.drafted for one in stats) > 60
-    assert sum(one.undrafted for one in stats) > 40
+    assert sum(one.undrafted for one in stats) > 30
     for request in requests:
         check_stats(request)
 
