@@ -216,7 +216,7 @@ class Whim:
 
     def __init__(self, limit: int, seed: int, partly_free: bool) -> None:
         self.limit, self.rng = limit, random.Random(seed)
-        self.asks = list(Ask) if partly_free else [Ask.NOBODY, Ask.ALL]
+        self.asks = [ask for ask in Ask if partly_free or ask is not Ask.FREE]
         self.asked = Ask.ALL
 
     def begin(self, rows: Sequence[Row]) -> Ask:

@@ -12,12 +12,14 @@ from fakes import HashTarget, OracleDrafter
 from oracles import by_hand, check_stats
 
 from blockdraft.config import EngineConfig, NgramConfig, SamplingParams
-from blockdraft.drafters.base import Drafter, Proposal
+from blockdraft.drafters.base import COSTLY, Drafter, Proposal
 from blockdraft.drafters.lookup import LookupDrafter
 from blockdraft.drafters.ngram import NgramDrafter
-from blockdraft.engine.backlog import LIMIT, Backlog
+from blockdraft.engine import backlog as backlog_room
+from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.policy import Ask, Fixed, Row
+from blockdraft.engine.probe import few, spread
 
 
 @pytest.mark.parametrize("with_taps", [True, False])
@@ -71,16 +73,24 @@ class Rests(Fixed):
 class Watched(OracleDrafter):
     """Notes how much it is shown at once."""
 
-    shown: list[int]
+    def __init__(self, max_drafts: int, vocab_size: int, sequences: list[list[int]]) -> None:
+        super().__init__(max_drafts, vocab_size, sequences)
+        self.shown: list[int] = []
 
     def observe(self, state, rows, tokens, taps, counts):
-        self.shown = [*getattr(self, "shown", []), *counts]
+        self.shown += counts
         super().observe(state, rows, tokens, taps, counts)
 
 
-@pytest.mark.parametrize(("every", "most"), [(1, 8), (10, 17), (1000, LIMIT)])
-def test_a_drafter_that_rested_knows_everything(every: int, most: int) -> None:
-    """The drafter asserts that what it was shown is the text; after a rest it drafts right at once."""
+@pytest.mark.parametrize(("every", "piece", "most"), [(1, 128, 8), (10, 128, 17), (10, 5, 5), (1000, 128, 0)])
+def test_a_drafter_that_rested_knows_everything(
+    every: int, piece: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter asserts that what it was shown is the text; after a rest it drafts right at once.
+
+    One that is never asked is shown nothing, not even the prompts.
+    """
+    monkeypatch.setattr(backlog_room, "PIECE", piece)
     target, params = HashTarget(), SamplingParams(max_tokens=200, ignore_eos=True)
     prompts = [[3, 4, 5], [6, 7]]
     answers = [by_hand(target, prompt, params) for prompt in prompts]
@@ -89,10 +99,63 @@ def test_a_drafter_that_rested_knows_everything(every: int, most: int) -> None:
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
     assert [request.output_ids for request in requests] == answers
-    assert max(drafter.shown) == most, "not more at once than may wait"
+    assert max(drafter.shown, default=0) == most, "not more at once than a piece, and all that waits"
     for request in requests:
         check_stats(request)
         assert request.stats.accepted == request.stats.drafted and (request.stats.drafted > 0) == (every < 1000)
+
+
+def test_too_much_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taps take memory: before there is too much of them the drafter is shown what waits, though nobody asks it."""
+    monkeypatch.setattr(backlog_room, "LIMIT", 50 * 2 * 3 * 4)  # 50 tokens of 2 taps of 3 floats
+    target, params, prompt = HashTarget(), SamplingParams(max_tokens=200, ignore_eos=True), [3, 4, 5]
+    answer = by_hand(target, prompt, params)
+    drafter = Watched(7, 61, [[*prompt, *answer]])
+    engine = Engine(target, drafter, EngineConfig(slots=2), policy=Rests(7, 1000))
+    requests = [engine.add(prompt, params) for _ in range(2)]
+    largest = 0
+    while engine.has_work:
+        engine.step()
+        largest = max(largest, engine.pair.backlog.size)
+    assert [request.output_ids for request in requests] == [answer] * 2
+    assert largest == 50 * 24 and sum(drafter.shown) > 2 * 150
+    assert engine.pair.backlog.size == 0 and not any(engine.pair.backlog.waiting.values()), "nobody will ask"
+
+
+class Few(Fixed):
+    """Asks for a few rows only, in every round."""
+
+    def begin(self, rows: Sequence[Row]) -> Ask:  # always the same
+        return Ask.SOME
+
+
+def test_few_rows_are_asked_and_the_others_decoded() -> None:
+    """A row that is asked drafts as always, and no answer changes."""
+    target, params = HashTarget(), SamplingParams(max_tokens=60, ignore_eos=True)
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 1]]
+    answers = [by_hand(target, prompt, params) for prompt in prompts]
+    drafter = Watched(4, 61, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    engine = Engine(target, drafter, EngineConfig(slots=3), policy=Few(4))
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    assert [request.output_ids for request in requests] == answers
+    stats = [request.stats for request in requests]
+    assert all(one.accepted == one.drafted for one in stats) and sum(one.drafted for one in stats) > 60
+    assert sum(one.undrafted for one in stats) > 30
+    for request in requests:
+        check_stats(request)
+
+
+def test_a_proposal_for_some_rows_is_one_for_all() -> None:
+    few_rows = [Row(slot, 9, False, waiting) for slot, waiting in enumerate((9, 3, 7, 8))]
+    assert few(few_rows) == [1] and few(few_rows * 4) == [1, 5]
+    part = Proposal(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0.5, 0.25], [0.75, 0.1]]), [2, 1], [0, 3])
+    whole = spread(part, [2, 0], 3)
+    assert whole.tokens.tolist() == [[3, 4], [0, 0], [1, 2]] and whole.counts == [1, 0, 2]
+    assert whole.sources is not None and whole.confidence is not None
+    assert [whole.sources[b] == COSTLY for b in range(3)] == [False, False, True]
+    assert whole.confidence[2].tolist() == [0.5, 0.25] and whole.confidence[1].isnan().all()
+    assert spread(Proposal(torch.tensor([[1, 2]])), [1], 2).counts == [0, 2]
 
 
 class OnlyFree(Fixed):
@@ -103,7 +166,7 @@ class OnlyFree(Fixed):
 
 
 def test_a_free_part_alone_drafts_as_it_would_without_the_other() -> None:
-    """Every count is that of a lookup by itself, while the one behind hears of everything and is never asked."""
+    """Every count is that of a lookup by itself, while the one behind hears of nothing and is never asked."""
     target, params = HashTarget(), SamplingParams(max_tokens=200, ignore_eos=True)
     prompts, settings = [[3, 4, 5], [6, 7], [3, 4, 5, 9]], NgramConfig(longest=3, shortest=1, max_drafts=5)
     answers = [by_hand(target, prompt, params) for prompt in prompts]
@@ -123,7 +186,7 @@ def test_a_free_part_alone_drafts_as_it_would_without_the_other() -> None:
             check_stats(request)
         counts.append([{**vars(one.stats), "partly_drafted": 0, "undrafted": 0} for one in requests])
     assert counts[0] == counts[1] and min(one["drafted"] for one in counts[0]) > 100  # type: ignore[type-var]
-    assert max(behind.shown) >= LIMIT, "it is shown what it missed before too much waits"
+    assert not behind.shown
 
 
 def test_late_is_as_good_as_at_once() -> None:

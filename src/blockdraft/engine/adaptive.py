@@ -11,76 +11,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from blockdraft.drafters.base import COSTLY, Proposal
 from blockdraft.engine.calibration import Calibration, Ledger
 from blockdraft.engine.costs import Pace, VerifyCosts
-from blockdraft.engine.means import Mean
+from blockdraft.engine.habit import HURDLE, Habit
+from blockdraft.engine.outlook import Forecast, Outlook, forecast, hopeful
 from blockdraft.engine.policy import Ask, Row, available, best_width, expected_tokens
+from blockdraft.engine.probe import few
 
-FIRST_WAIT = 8  # rounds until the other way is tried, doubled each time
-LONGEST_WAIT = {False: 64, True: 256}  # by whether drafting pays
-MEMORY = 20.0  # drafted rounds that say whether drafting pays
-ENOUGH = 3.0  # of them, to say it
-PROBE = 2.0  # of them that count when drafting is tried again
-TOLERANCE = 0.01  # of a plain round: a loss too small to stop drafting for
 INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to draft again
 CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
 DEEPEST = 2.0  # plain rounds of loss that are remembered
-
-
-@dataclass
-class Habit:
-    """Whether drafting pays for some number of rows, from tokens per row and costs (in plain rounds) of such rounds.
-
-    There is one for the whole drafter, and one for verifying what its free part finds by itself.
-    After `left` more rounds the other way is tried once: drafting, where it did not pay, to see whether it does now;
-    a plain round, where it does, to know what that costs.  If that changes nothing, the next try waits twice as long.
-    """
-
-    tokens: Mean = field(default_factory=lambda: Mean(MEMORY))
-    cost: Mean = field(default_factory=lambda: Mean(MEMORY))
-    pays: bool = True
-    wait: int = FIRST_WAIT
-    left: int = FIRST_WAIT
-
-    def next(self, debt: float) -> bool:
-        """Whether the coming round drafts.  With a debt it is not tried where it did not pay."""
-        if self.left > 0:
-            self.left -= 1
-            return self.pays
-        if not self.pays and debt > 0:
-            return False
-        self.wait = self.left = min(2 * self.wait, LONGEST_WAIT[self.pays])
-        if not self.pays:
-            self.doubt(PROBE)
-        return not self.pays
-
-    def learn(self, tokens: float, cost: float, dearer: float) -> None:
-        """A drafted round gave so many tokens per row and cost so many plain rounds, times what `Pace` has found."""
-        self.tokens.add(tokens)
-        self.cost.add(cost)
-        pays = self.tokens.total >= (1.0 - TOLERANCE) * self.cost.total * dearer
-        if pays != self.pays and self.tokens.weight >= ENOUGH:
-            self.pays, self.wait, self.left = pays, FIRST_WAIT, FIRST_WAIT
-
-    def doubt(self, weight: float) -> None:
-        """Let what is known count as no more than so many rounds."""
-        self.tokens.forget(weight)
-        self.cost.forget(weight)
-
-    def refresh(self, rows: int) -> None:
-        """One row of so many has another text: part of what is known is out of date."""
-        self.doubt(max(PROBE, self.tokens.weight * (1.0 - 1.0 / rows)))
-        if not self.pays:
-            self.wait, self.left = FIRST_WAIT, min(self.left, FIRST_WAIT)
-
-    def copy(self) -> Habit:
-        """A start for another number of rows."""
-        copied = replace(self, tokens=replace(self.tokens), cost=replace(self.cost))
-        copied.doubt(PROBE)
-        return copied
+NEAR = 2.0  # times as many rows, at most: what was measured for them says something
 
 
 @dataclass
@@ -106,9 +50,9 @@ class Round:
 
     @property
     def part(self) -> Ask:
-        """What it tells of: the whole drafter, what its free part found, or plain decoding."""
+        """What it tells of: the drafter, for all rows or for some, what its free part found, or plain decoding."""
         if self.costly > 0:
-            return Ask.ALL
+            return self.asked
         return Ask.FREE if self.width > 0 else Ask.NOBODY
 
 
@@ -129,11 +73,11 @@ class Adaptive:
         self.limit = limit
         self.measure, self.clock, self.partly_free = measure, clock, partly_free
         self.costs: VerifyCosts | None = None
-        self.pace, self.calibration, self.ledger = Pace(), Calibration(), Ledger()
+        self.pace, self.calibration, self.ledger, self.outlook = Pace(), Calibration(), Ledger(), Outlook()
         self.habits: dict[tuple[Ask, int], Habit] = {}
         self.debt = -CREDIT  # plain rounds that trying to draft has cost, and plain rounds have not earned back
         self._round: Round | None = None
-        self._shown_before = True  # the drafter has less than a round to catch up with
+        self._news = False  # drafts were judged, and what to expect has not been looked at since
 
     def prepare(self) -> None:
         """Learn the costs now, if they are not known."""
@@ -142,13 +86,23 @@ class Adaptive:
 
     def begin(self, rows: Sequence[Row]) -> Ask:
         self.prepare()
-        whole, asked = self._habit(Ask.ALL, len(rows)), Ask.NOBODY
+        self._round = Round(rows, Ask.NOBODY, began=self.clock())
+        self._round.asked = self._whom(rows)
+        return self._round.asked
+
+    def _whom(self, rows: Sequence[Row]) -> Ask:
+        whole = self._habit(Ask.ALL, len(rows))
+        if not whole.pays and self._news and self.debt <= 0:
+            self._news = False
+            whole.judge(self.pace.dearer(len(rows)), self._forecast())
+        paid = whole.pays
         if whole.next(self.debt):
-            asked = Ask.ALL
-        elif self.partly_free and not whole.pays:
-            asked = Ask.FREE
-        self._round = Round(rows, asked, began=self.clock())
-        return asked
+            if paid:
+                return Ask.ALL
+            if self._forecast(hopeful(self.limit)).pays(HURDLE):  # else nothing that is seen could change anything
+                self.outlook.doubt()
+                return Ask.ALL if len(few(rows)) == len(rows) else Ask.SOME
+        return Ask.FREE if self.partly_free and not whole.pays else Ask.NOBODY
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
         current = self._current()
@@ -156,6 +110,9 @@ class Adaptive:
         current.began += current.drafting  # the pass begins; deciding is part of it
         tops = available(proposal, limits)
         sources = proposal.sources if proposal.sources is not None else [COSTLY] * len(tops)
+        current.costly = sources.count(COSTLY)
+        if max(tops) == 0:
+            return tops
         survivals = []
         for row, source, sure, ids, top in zip(
             current.rows, sources, _said(proposal, len(tops)), proposal.tokens.tolist(), tops, strict=True
@@ -164,13 +121,13 @@ class Adaptive:
             survivals.append(self.calibration.survival(kind, sure[:top]))
             if top > 0:  # else there may be earlier ones whose fate is still open
                 self.ledger.note(row.slot, kind, ids[:top], sure[:top])
-        current.costly = sources.count(COSTLY)
         passes = [self._seconds(width + 1) for width in range(max(tops) + 1)]
-        drafting = self._seconds(0)
+        drafting = self._drafting(current.costly)
         current.width = best_width(survivals, [drafting + seconds for seconds in passes])
         free = self._habit(Ask.FREE, len(tops))
         if current.costly == 0:
-            if current.width > 0 and not free.next(self.debt):
+            found = Forecast(expected_tokens(survivals, current.width) / len(tops), passes[current.width] / passes[0])
+            if current.width > 0 and not (found.pays(HURDLE) and free.next(self.debt)):
                 current.width = 0
         elif free.pays:
             alone = [[] if source == COSTLY else row for source, row in zip(sources, survivals, strict=True)]
@@ -179,31 +136,38 @@ class Adaptive:
         return [min(current.width, top) for top in tops]
 
     def learn(self, committed: Sequence[Sequence[int]], timed: bool = True) -> None:
-        current, self._round = self._current(), None
+        current = self._current()
         assert self.costs is not None, "known since the round began"
         rows, tokens = len(current.rows), current.width + 1
         if timed:
             taken = self.clock() - current.began
             self.pace.learn(rows, tokens, taken / self.costs.verify(rows, tokens, current.context))
         for row, ids in zip(current.rows, committed, strict=True):
-            for judged in self.ledger.judge(row.slot, ids):
-                self.calibration.learn(*judged)
+            for kind, position, confidence, right in self.ledger.judge(row.slot, ids):
+                self.calibration.learn(kind, position, confidence, right)
+                source, sampled = kind
+                if source == COSTLY:
+                    self.outlook.learn(sampled, position, right)
+                    self._news = True
         if current.part is Ask.NOBODY:
             self.debt = max(self.debt - INTEREST, min(self.debt, 0.0))
         else:
             self._judge(current, sum(len(ids) for ids in committed) / rows)
-        self._shown_before = current.asked is Ask.ALL
+        self._round = None
 
     def _judge(self, current: Round, gained: float) -> None:
         """Learn from a round that verified drafts or had the costly part asked; it gave `gained` tokens per row."""
         assert self.costs is not None, "known since the round began"
-        rows, plain = len(current.rows), self._seconds(1, current)
-        measured = self.costs.draft(current.costly) if current.costly else 0.0
-        if self._shown_before and measured > 0:  # else the drafter had to catch up first
-            self.pace.learn(rows, 0, current.drafting / measured)
-        verifying, dearer = self._seconds(current.width + 1, current) / plain, self.pace.dearer(rows)
-        cost = (self._seconds(0, current) / plain + verifying) * current.instead
-        self._habit(current.part, rows).learn(gained, cost / dearer, dearer)
+        rows, plain = len(current.rows), self._seconds(1)
+        verifying, dearer = self._seconds(current.width + 1) / plain, self.pace.dearer(rows)
+        if current.part is not Ask.SOME:
+            measured = self.costs.draft(current.costly)
+            if current.costly and measured > 0 and all(row.waiting <= self.limit + 1 for row in current.rows):
+                self.pace.learn(rows, 0, current.drafting / measured)  # else the drafter had to catch up first
+            cost = (self._drafting(current.costly) / plain + verifying) * current.instead
+            habit = self._habit(current.part, rows)
+            habit.learn(gained, cost / dearer)
+            habit.judge(dearer, self._forecast() if current.part is Ask.ALL else None)
         # What trying costs is what it did cost, catching up included.
         lost = verifying + current.drafting / (plain * self.pace.speed) - gained
         self.debt = min(max(self.debt + lost, -CREDIT), DEEPEST)
@@ -219,21 +183,32 @@ class Adaptive:
 
     def _habit(self, part: Ask, rows: int) -> Habit:
         if (part, rows) not in self.habits:
-            others = [number for one, number in self.habits if one is part]
-            nearest = min(others, key=lambda other: abs(other - rows), default=None)
-            self.habits[part, rows] = Habit() if nearest is None else self.habits[part, nearest].copy()
+            near = [other for one, other in self.habits if one is part and 1 / NEAR <= other / rows <= NEAR]
+            nearest = min(near, key=lambda other: abs(other - rows), default=None)
+            made = Habit.of(rows) if nearest is None else self.habits[part, nearest].copy(rows)
+            if part is Ask.ALL and nearest is None:
+                made.pays = self._forecast().pays(HURDLE) and self.debt <= 0
+            self.habits[part, rows] = made
         return self.habits[part, rows]
 
-    def _seconds(self, tokens: int, current: Round | None = None) -> float:
-        """What a pass over `tokens` of each row takes at present; 0 tokens: what drafting does."""
-        current = current if current is not None else self._current()
+    def _forecast(self, survival: Sequence[float] | None = None) -> Forecast:
+        """What asking the whole drafter should bring these rows: by what became of its drafts of late."""
+        rows = self._current().rows
+        if survival is None:
+            survival = self.outlook.survival([row.sampled for row in rows], self.limit)
+        return forecast(survival, [self._seconds(k + 1) for k in range(self.limit + 1)], self._drafting(len(rows)))
+
+    def _seconds(self, tokens: int) -> float:
+        """What a pass over `tokens` of each row takes at present."""
+        current = self._current()
         assert self.costs is not None, "known since the round began"
         rows = len(current.rows)
-        if tokens > 0:
-            measured = self.costs.verify(rows, tokens, current.context)
-        else:
-            measured = self.costs.draft(current.costly) if current.costly else 0.0
-        return measured * self.pace.factor(rows, tokens)
+        return self.costs.verify(rows, tokens, current.context) * self.pace.factor(rows, tokens)
+
+    def _drafting(self, costly: int) -> float:
+        """What drafting for so many of the rows takes at present."""
+        assert self.costs is not None, "known since the round began"
+        return self.costs.draft(costly) * self.pace.factor(len(self._current().rows), 0) if costly else 0.0
 
 
 def _said(proposal: Proposal, rows: int) -> list[list[float | None]]:

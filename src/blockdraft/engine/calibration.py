@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from blockdraft.engine.means import Mean
 
+Kind = tuple[int, bool]  # who drafted (see `Proposal.sources`), and whether the target's choices are random
+
 
 class Calibration:
     """The probability that a draft is right: by its kind, by how far ahead it is and by how sure the drafter was.
@@ -19,18 +21,22 @@ class Calibration:
     integer.  Drafts whose confidence is not known (None) have cells of their own.
     """
 
-    memory = 200.0  # drafts that a cell remembers
     strength = 4.0  # drafts that a prior counts as
     unknown = 0.5
 
-    def __init__(self) -> None:
-        self._cells: defaultdict[Hashable, Mean] = defaultdict(lambda: Mean(self.memory))
+    def __init__(self, memory: float = 200.0) -> None:
+        self._cells: defaultdict[Hashable, Mean] = defaultdict(lambda: Mean(memory))  # drafts that a cell remembers
 
     def learn(self, kind: Hashable, position: int, confidence: float | None, right: bool) -> None:
         """A draft at `position` (1 is the first), all before it being right, was right or not."""
         level = _level(confidence)
         self._cells[kind, level].add(right)
         self._cells[kind, level, _distance(position)].add(right)
+
+    def doubt(self, weight: float) -> None:
+        """Let what is known count as no more than so many drafts of each cell."""
+        for cell in self._cells.values():
+            cell.forget(weight)
 
     def probability(self, kind: Hashable, position: int, confidence: float | None) -> float:
         """That such a draft is right, if those before it are."""
@@ -67,13 +73,13 @@ class Ledger:
     of every draft whether it was right, verified or not.
     """
 
-    open: dict[int, tuple[Hashable, list[int], list[float | None], int]] = field(default_factory=dict)
+    open: dict[int, tuple[Kind, list[int], list[float | None], int]] = field(default_factory=dict)
 
-    def note(self, slot: int, kind: Hashable, tokens: list[int], confidences: list[float | None]) -> None:
+    def note(self, slot: int, kind: Kind, tokens: list[int], confidences: list[float | None]) -> None:
         """A row's newest drafts, which stand after its anchor."""
         self.open[slot] = kind, tokens, confidences, 1
 
-    def judge(self, slot: int, committed: Sequence[int]) -> Iterator[tuple[Hashable, int, float | None, bool]]:
+    def judge(self, slot: int, committed: Sequence[int]) -> Iterator[tuple[Kind, int, float | None, bool]]:
         """(kind, position, confidence, right) of each draft that the tokens just committed decide.
 
         Behind a wrong one nothing is decided, now or later.

@@ -194,6 +194,7 @@ class Engine:
         assert request.slot is not None
         (self.running if request in self.running else self.reading).remove(request)
         heapq.heappush(self.free_slots, request.slot)
+        self.pair.backlog.forget(request.slot)  # taps take memory
         request.slot = None
         if not request.aborted:
             self.stats.add(request.stats)

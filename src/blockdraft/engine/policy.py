@@ -15,18 +15,26 @@ from blockdraft.drafters.base import Proposal
 
 @dataclass(frozen=True)
 class Row:
-    """What a policy may know of a running request: its slot, the tokens read, whether its choices are random."""
+    """What a policy may know of a running request.
+
+    Its slot, the tokens read, whether its choices are random, and how many tokens the drafter has yet to be shown.
+    """
 
     slot: int
     context: int
     sampled: bool
+    waiting: int = 0
 
 
 class Ask(Enum):
-    """Whom a round asks for drafts: nobody, only the part of the drafter that is free, or all of it."""
+    """Whom a round asks for drafts: nobody, the part of the drafter that is free, or all of it, for a few rows or all.
+
+    Which few rows these are says `probe.few`.
+    """
 
     NOBODY = "nobody"
     FREE = "free"
+    SOME = "some"
     ALL = "all"
 
 

@@ -16,6 +16,7 @@ from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter, PartlyFree, Proposal
 from blockdraft.engine.backlog import Backlog
 from blockdraft.engine.policy import Ask, Policy, Row, verify_widths
+from blockdraft.engine.probe import few, spread
 from blockdraft.engine.request import Request
 from blockdraft.ops.acceptance import accept
 from blockdraft.ops.sampling import Coupling, choose
@@ -43,11 +44,6 @@ class Pair:
             self.backlog.forget(slot)
             self.drafter.reset(self.state, slot)
 
-    def read(self, slot: int, ids: Tensor, taps: Tensor | None) -> None:
-        """Show the drafter more of a request's prompt: ids [1, S], taps [1, S, T, D]."""
-        if self.drafter is not None:
-            self.drafter.observe(self.state, [slot], ids, taps, [ids.shape[1]])
-
     def commit(
         self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], ids: Tensor, taps: Tensor | None
     ) -> None:
@@ -56,15 +52,15 @@ class Pair:
             if isinstance(self.drafter, PartlyFree):
                 self.drafter.observe_free(self.state, rows, starts, said)
             self.backlog.add(rows, starts, ids, taps, [len(tokens) for tokens in said])
-            self.catch_up(self.backlog.full(rows))
+            if self.backlog.full:
+                self.catch_up(list(self.backlog.entries))
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Show the drafter what was committed since it was last asked."""
-        shown = self.backlog.peek(rows)
-        if shown is not None and self.drafter is not None:
+        while self.drafter is not None and (shown := self.backlog.peek(rows)) is not None:
             self.drafter.observe(self.state, shown.rows, shown.ids, shown.taps, shown.counts)
-            for row in shown.rows:
-                self.backlog.forget(row)
+            for row, count in zip(shown.rows, shown.counts, strict=True):
+                self.backlog.drop(row, count)
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def prefill(pair: Pair, request: Request, most: int) -> int | None:
         pair.begin(slot)
     ids = torch.tensor([request.prompt_ids[start : start + most]], device=pair.target.info.device)
     out = pair.target.forward(ids, pair.cache, [slot], keep_logits=1)
-    pair.read(slot, ids, out.taps)
+    pair.commit([slot], [start], ids.tolist(), ids, out.taps)  # the drafter reads it when it is first asked
     request.num_prefilled += ids.shape[1]
     if request.num_prefilled < len(request.prompt_ids):
         return None
@@ -116,7 +112,7 @@ class Flight:
     requests: list[Request]
     slots: list[int]
     starts: list[int]
-    asked: Ask
+    asked: list[Ask]
     widths: list[int]
     block: Tensor
     taps: Tensor | None
@@ -141,15 +137,19 @@ def launch(pair: Pair, requests: Sequence[Request], policy: Policy) -> Flight:
     room = [pair.cache.capacity - start for start in starts]
     limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
     sampled = [request.params.temperature > 0 for request in requests]
-    asked = policy.begin([Row(*facts) for facts in zip(slots, starts, sampled, strict=True)])
+    waiting = [pair.backlog.waiting.get(slot, 0) for slot in slots]
+    facts = [Row(*one) for one in zip(slots, starts, sampled, waiting, strict=True)]
+    asked = policy.begin(facts)
     drafts, widths = anchors.new_empty(len(slots), 0), [0] * len(slots)
+    some: list[int] | None = None
     if max(limits) == 0:
         asked = Ask.NOBODY
     if asked is not Ask.NOBODY:
         coupling = None
         if pair.coupled and any(sampled):
             coupling = Coupling([request.choice for request in requests], [start + 1 for start in starts])
-        proposal = propose(pair, asked, slots, anchors, coupling)
+        some = few(facts) if asked is Ask.SOME else None
+        proposal = propose(pair, asked, slots, anchors, coupling, some)
         widths = policy.widths(proposal, limits)
         drafts = proposal.tokens[:, : max(widths)]
 
@@ -159,7 +159,8 @@ def launch(pair: Pair, requests: Sequence[Request], policy: Policy) -> Flight:
     num_accepted, next_tokens = accept(drafts, choices, torch.tensor(widths, device=device))
     # Everything the host needs in one transfer.
     said, landed = _to_host(torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1))
-    return Flight(list(requests), slots, starts, asked, widths, block, out.taps, said, landed)
+    each = [asked if some is None or b in some else Ask.NOBODY for b in range(len(slots))]
+    return Flight(list(requests), slots, starts, each, widths, block, out.taps, said, landed)
 
 
 @torch.inference_mode()
@@ -169,8 +170,10 @@ def land(pair: Pair, flight: Flight, policy: Policy) -> list[tuple[Request, Verd
     if flight.landed is not None:
         flight.landed.synchronize()
     verdicts = [
-        Verdict([*drafts[:count], following], width, flight.asked)
-        for (count, following, *drafts), width in zip(flight.said.tolist(), flight.widths, strict=True)
+        Verdict([*drafts[:count], following], width, asked)
+        for (count, following, *drafts), width, asked in zip(
+            flight.said.tolist(), flight.widths, flight.asked, strict=True
+        )
     ]
     going = flight.going()
     slots, starts = [flight.slots[b] for b in going], [flight.starts[b] for b in going]
@@ -195,12 +198,23 @@ def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return arrived, landed
 
 
-def propose(pair: Pair, asked: Ask, rows: Sequence[int], anchors: Tensor, coupling: Coupling | None = None) -> Proposal:
-    """Drafts after anchors [B], by the whole drafter or by its free part."""
+def propose(
+    pair: Pair,
+    asked: Ask,
+    rows: Sequence[int],
+    anchors: Tensor,
+    coupling: Coupling | None = None,
+    some: Sequence[int] | None = None,
+) -> Proposal:
+    """Drafts after anchors [B], by the whole drafter or by its free part; `some`: the whole, for these of the rows."""
     drafter = pair.drafter
     assert drafter is not None, "without a drafter, no policy asks it"
     if asked is Ask.FREE:
         assert isinstance(drafter, PartlyFree), "a policy asks for what there is"
         return drafter.propose_free(pair.state, rows, anchors)
+    if some is not None:
+        part = None if coupling is None else coupling.part(some)
+        proposal = propose(pair, Ask.ALL, [rows[b] for b in some], anchors[list(some)], part)
+        return spread(proposal, some, len(rows))
     pair.catch_up(rows)
     return drafter.propose(pair.state, rows, anchors, coupling)
