@@ -69,20 +69,33 @@ def result(base: Path, arm: str) -> dict[str, Any]:
     return json.loads((base / "results" / "ablations" / "abl" / f"{arm}.json").read_text())
 
 
-def test_the_matrix_from_end_to_end(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(base)
+def test_the_matrix_from_end_to_end(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    together, real = [], measuring.Measuring._ask
+
+    def ask(self: measuring.Measuring, part: Any, arms: Any) -> list[Any]:
+        together.append([arm.name for arm in arms])
+        return real(self, part, arms)
+
+    monkeypatch.setattr(measuring.Measuring, "_ask", ask)
+    path = write(base, timed_tokens=5)
     assert ablate(path, "--list") == 0
     assert capsys.readouterr().out.splitlines() == [f"{arm}: missing" for arm in ARMS]
     assert ablate(path, "--report") == 2 and "no results yet" in capsys.readouterr().err
     assert ablate(path, "--only", "wide") == 0
     assert ablate(path) == 0, capsys.readouterr().err
     capsys.readouterr()
+    others = ["plain", *(arm for arm in ARMS if arm != "wide")]
+    assert together == [["plain", "wide"]] * 2 + [others] * 2, "in one run, but for what was timed before"
     for arm in ARMS:
         made = result(base, arm)
         assert list(made["measured"]) == ["asked-t0", "asked-t1"]
         for part in made["measured"].values():
             plain, own = part["timed"]["arms"]
             assert (plain["name"], own["name"]) == ("plain", arm)
+            assert list(part["timed"]["rows"][0]["arms"]) == ["plain", arm], "each file has its own arm's"
+            assert own["tokens"] <= 5 == part["timed"]["setup"]["params"]["max_tokens"]
             assert own["identical_answers"] == own["compared_answers"] == 1, "of three answers, one is timed"
             assert part["timed"]["ratios"][f"{arm}/plain"]["median"] > 0
             assert part["acceptance"]["tau"] >= 1.0 and part["acceptance"]["tokens"] > own["tokens"]
@@ -194,16 +207,17 @@ def test_killed_in_training_and_in_measuring(
     process.kill()
     process.wait()
     assert int(checkpoints(saved)[-1].name[5:]) < 40, "killed in the middle"
-    kept = result(base, "same")
     capsys.readouterr()
     assert ablate(path, "--list") == 0
     same, wide = capsys.readouterr().out.splitlines()
-    assert same == "same: done" and wide.startswith("wide: training, saved at step ")
+    assert same == "same: measured 2 of 2, timed 0" and wide.startswith("wide: training, saved at step ")
 
+    assert ablate(path, "--only", "same") == 0
+    kept = result(base, "same")
     asked, real = [], measuring.Measuring._ask
 
     def cut(self: measuring.Measuring, part: Any, arms: Any) -> list[Any]:
-        asked.append((arms[1].name, part.key))
+        asked.append((part.key, [arm.name for arm in arms]))
         if len(asked) == 2:
             raise KeyboardInterrupt
         return real(self, part, arms)
@@ -214,10 +228,11 @@ def test_killed_in_training_and_in_measuring(
     assert ablate(path, "--list") == 0
     assert capsys.readouterr().out.splitlines()[1] == "wide: measured 2 of 2, timed 0"
     assert ablate(path) == 130
-    assert asked == [("wide", "asked-t0"), ("wide", "asked-t1")], "'same' is not asked again"
+    asked_of_wide = [("asked-t0", ["plain", "wide"]), ("asked-t1", ["plain", "wide"])]
+    assert asked == asked_of_wide, "'same' is not asked again"
     assert ["timed" in part for part in result(base, "wide")["measured"].values()] == [True, False]
     assert ablate(path) == 0
-    assert asked[2:] == [("wide", "asked-t1")] and result(base, "same") == kept
+    assert asked[2:] == asked_of_wide[1:] and result(base, "same") == kept
     whole = write(base, {"wide": ARMS["wide"], "same": {}}, steps=40, name="whole.yaml")
     assert ablate(whole, "--only", "wide") == 0
     one, other = (base / "runs" / "ablations" / name / "wide" / "last" for name in ("abl", "whole"))
@@ -309,13 +324,13 @@ def test_table_and_plots_come_from_files(tmp_path: Path) -> None:
     results = load_results(tmp_path, config, recipes)
     assert list(results) == ["a"], "b's file is of other settings"
     text = render(results, list(config.arms), ["q-t0"])
-    assert "| a |  | 1.23 M |  |  | 2.5 | 12.5 | 1.750 | 1.40x | NO, 1 of 2 |" in text
+    assert "| a |  | 1.23 M |  |  | 2.5 | 12.5 | 1.750 | 1.50x | NO, 1 of 2 |" in text
     assert "| a | 15.0 | 1.50x | 1.40x | 1.750 | NO, 1 of 2 | 0.500 | 0.250 |" in text
     assert "Not measured yet: b, c." in text
     del part["timed"]
     (tmp_path / "a.json").write_text(json.dumps(files["a"]))
     untimed = render(load_results(tmp_path, config, recipes), list(config.arms), ["q-t0"])
-    assert "| 1.750 | 1.40x |  |" in untimed and "| a |  |  | 1.40x | 1.750 |  | 0.500 | 0.250 |" in untimed
+    assert "| 1.750 |  |  |" in untimed and "| a |  |  | 1.40x | 1.750 |  | 0.500 | 0.250 |" in untimed
     part["acceptance"]["setup"] = {**setup, "prompts": 3}
     (tmp_path / "a.json").write_text(json.dumps(files["a"]))
     assert not load_results(tmp_path, config, recipes)["a"]["measured"], "not of plain decoding's answers"

@@ -3,7 +3,8 @@
 An arm is a recipe that differs from the base in a few settings, or a drafter that is not trained for it: one by name,
 or another arm's.  A part is one prompt set at one temperature.  Plain decoding answers it once and its answers are
 kept: acceptance is measured by drafting them again, whoever else is at work on the machine; rates and whether answers
-are the same are measured on some of the prompts, turn about with plain decoding.  Each arm has one file of results.
+are the same are measured in the end, of all arms in one run, turn about with plain decoding.  Each arm has one file of
+results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Part:
     prompts: Sequence[Prompt]
     timed: Sequence[Prompt]
     params: SamplingParams
+    timed_params: SamplingParams
     setups: dict[str, dict[str, Any]]  # by kind of measurement: ACCEPTANCE, TIMED
 
 
@@ -167,11 +169,12 @@ def make_parts(config: AblationConfig, prompts: Sequence[Sequence[Prompt]], info
         for temperature in config.temperatures:
             values = {"max_tokens": config.max_tokens, "temperature": temperature, "seed": config.seed}
             params = SamplingParams.parse(values, "temperatures")
+            briefly = params.model_copy(update={"max_tokens": config.timed_tokens or config.max_tokens})
             setups = {
                 ACCEPTANCE: _setup(one.dataset, asked, params, info),
-                TIMED: {**_setup(one.dataset, timed, params, info), "repeats": config.repeats, "slots": 1},
+                TIMED: {**_setup(one.dataset, timed, briefly, info), "repeats": config.repeats, "slots": 1},
             }
-            made.append(Part(next(keys), asked, timed, params, setups))
+            made.append(Part(next(keys), asked, timed, params, briefly, setups))
     return made
 
 
@@ -227,9 +230,11 @@ def describe_acceptance(part: Part, answers: Sequence[Answer]) -> dict[str, Any]
     }
 
 
-def describe_timed(part: Part, arms: Sequence[Arm], rows: Sequence[Row], margin: Margin | None) -> dict[str, Any]:
-    """Plain decoding and an arm turn about: rates, ratios, and whether answers are the same."""
-    return {"setup": part.setups[TIMED], **summarise(rows, arms, margin)}
+def describe_timed(part: Part, plain: Arm, arm: Arm, rows: Sequence[Row], margin: Margin | None) -> dict[str, Any]:
+    """An arm beside plain decoding, of rows that may have more: rates, ratios, and whether answers are the same."""
+    arms = [plain, arm]
+    both = [replace(row, arms={one.name: row.arms[one.name] for one in arms}) for row in rows]
+    return {"setup": part.setups[TIMED], **summarise(both, arms, margin)}
 
 
 def load_result(path: Path) -> dict[str, Any]:

@@ -90,7 +90,10 @@ def run(
     timing: bool,
     plots: bool,
 ) -> None:
-    """Check everything, then plain decoding and arm after arm; an arm that fails does not keep the others from it."""
+    """Check everything, then plain decoding, arm after arm, and the rates of all in one run.
+
+    An arm that fails does not keep the others from it.
+    """
     from blockdraft.bench.ablation import Ready
     from blockdraft.bench.prompts import load_prompts
     from blockdraft.cli.matrix import Matrix, StoppedError
@@ -114,7 +117,7 @@ def run(
 
     console = Console(stderr=True, highlight=False)
     chosen = [name for name in recipes if not only or name in only]
-    matrix = Matrix(config, recipes, prompts, folders, console, timing)
+    matrix = Matrix(config, recipes, prompts, folders, console)
     matrix.check(chosen)
     matrix.measuring.run_plain()
     failed: dict[str, Any] = {}
@@ -128,6 +131,8 @@ def run(
         except StoppedError:
             raise typer.Exit(130) from None
         write_report(config, recipes, folders, plots)
+    if timing:
+        matrix.time([name for name in chosen if name not in failed])
     if failed:
         raise ValueError("arms that failed: " + "; ".join(f"{name}: {error}" for name, error in failed.items()))
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from blockdraft.bench.ablation import Ready, Recipe
+    from blockdraft.bench.ablation import Recipe
     from blockdraft.bench.prompts import Prompt
+    from blockdraft.cli.measuring import Named
     from blockdraft.config import AblationConfig, TrainConfig
     from blockdraft.targets.pretrained import PretrainedTarget
     from blockdraft.train.data import Dataset
@@ -59,7 +60,6 @@ class Matrix:
         prompts: Sequence[Sequence[Prompt]],
         folders: Folders,
         console: Console,
-        timing: bool = True,
     ) -> None:
         from blockdraft.bench.ablation import identity, make_parts
         from blockdraft.cli.measuring import Measuring
@@ -74,9 +74,7 @@ class Matrix:
         self.dataset: Dataset = load_dataset(base.data, self.tokenizer, self.target.info.eos_token_ids, base.seed)
         self._check_recipes()
         parts = make_parts(config, prompts, self.target.info)
-        self.measuring = Measuring(
-            config, self.target, self.tokenizer, parts, self._all_taps(), folders, console, timing
-        )
+        self.measuring = Measuring(config, self.target, self.tokenizer, parts, self._all_taps(), folders, console)
         self.identities = {arm: identity(config, recipe, self.dataset.digest) for arm, recipe in recipes.items()}
 
     def check(self, arms: Sequence[str]) -> None:
@@ -101,7 +99,7 @@ class Matrix:
                     raise ConfigError(f"arms.{arm}: {error}") from None
 
     def run(self, arm: str) -> None:
-        """Train an arm and measure it, as far as that is not done.
+        """Train an arm and measure its acceptance, as far as that is not done.
 
         Raises TrainingError if its loss left the numbers, StoppedError if a signal asked to stop, ValueError if it
         drafts with another arm's drafter and that is not trained yet.
@@ -114,27 +112,34 @@ class Matrix:
         result, recipe = load_result(self.folders.result(arm)), self.recipes[arm]
         if not same(result.get("identity", {}), self.identities[arm]):
             result = {}
-        if result and self.measuring.done(result):
+        if result and self.measuring.accepted(result):
             say(self.console, f"{arm}: done")
             return
         write_whole(self.folders.run(arm) / "arm.json", json.dumps(self.identities[arm], indent=2) + "\n")
         about: dict[str, Any] = {"name": arm, "identity": self.identities[arm], "measured": {}, **result}
         about["changes"] = flat(self.config.arms[arm])
-        if isinstance(recipe, Ready):
-            self.measuring.run(arm, self._ready(arm, recipe), recipe.block_size, about)
-            return
-        say(self.console, f"{arm}: training")
-        about["training"] = self._train(arm, recipe)
-        self.measuring.run(arm, str(self.folders.run(arm) / "last"), None, about)
+        if not isinstance(recipe, Ready):
+            say(self.console, f"{arm}: training")
+            about["training"] = self._train(arm, recipe)
+        self.measuring.accept(arm, self._named(arm), about)
 
-    def _ready(self, arm: str, recipe: Ready) -> str:
-        """What names the drafter of an arm that is not trained itself."""
-        if recipe.other is None:
-            return recipe.drafter
-        folder = self.folders.run(recipe.other) / "last"
+    def time(self, arms: Sequence[str]) -> None:
+        """Measure the rates of arms that `run` is done with, as far as they are missing."""
+        self.measuring.time({arm: self._named(arm) for arm in arms})
+
+    def _named(self, arm: str) -> Named:
+        """What names an arm's drafter."""
+        from blockdraft.bench.ablation import Ready
+        from blockdraft.cli.measuring import Named
+
+        recipe = self.recipes[arm]
+        if isinstance(recipe, Ready) and recipe.other is None:
+            return Named(recipe.drafter, recipe.block_size)
+        trained, size = (recipe.other or arm, recipe.block_size) if isinstance(recipe, Ready) else (arm, None)
+        folder = self.folders.run(trained) / "last"
         if not folder.is_dir():
-            raise ValueError(f"arm '{arm}' drafts with the drafter of '{recipe.other}', which is not trained yet")
-        return str(folder)
+            raise ValueError(f"arm '{arm}' drafts with the drafter of '{trained}', which is not trained yet")
+        return Named(str(folder), size)
 
     def _train(self, arm: str, recipe: TrainConfig) -> dict[str, Any]:
         """Train into the arm's folder, or go on there; what the table says of it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,19 @@ if TYPE_CHECKING:
     from blockdraft.cli.matrix import Folders
     from blockdraft.config import AblationConfig
     from blockdraft.drafters.base import Drafter
-    from blockdraft.drafters.names import DrafterChoice
     from blockdraft.engine.api import LLM
     from blockdraft.targets.base import Target
+
+
+COST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Named:
+    """A drafter by what `--drafter` takes, and the size of the blocks it drafts (None: as it was trained)."""
+
+    drafter: str
+    block_size: int | None = None
 
 
 class Measuring:
@@ -37,21 +49,19 @@ class Measuring:
         tap_ids: tuple[int, ...],
         folders: Folders,
         console: Console,
-        timing: bool,
     ) -> None:
         from blockdraft.cli.wiring import make_chat
 
         self.config, self.target, self.tokenizer, self.parts = config, target, tokenizer, parts
-        self.tap_ids, self.folders, self.console, self.timing = tap_ids, folders, console, timing
+        self.tap_ids, self.folders, self.console = tap_ids, folders, console
         self.chat = make_chat(tokenizer)
         self._replays: dict[str, ReplayTarget] = {}
 
-    def done(self, result: dict[str, Any]) -> bool:
-        """Whether nothing is missing in an arm's results."""
-        from blockdraft.bench.ablation import ACCEPTANCE, TIMED, missing
+    def accepted(self, result: dict[str, Any]) -> bool:
+        """Whether an arm's acceptance has been measured on every part."""
+        from blockdraft.bench.ablation import ACCEPTANCE, missing
 
-        kinds = (ACCEPTANCE, TIMED) if self.timing else (ACCEPTANCE,)
-        return not any(missing(result, self.parts, kind) for kind in kinds)
+        return not missing(result, self.parts, ACCEPTANCE)
 
     def run_plain(self) -> None:
         """Plain decoding's answers to every part, once for all arms."""
@@ -70,44 +80,53 @@ class Measuring:
             about["measured"][part.key] = describe_plain(part, rows)
             save(about, path)
 
-    def run(self, arm: str, drafter: str, block_size: int | None, about: dict[str, Any]) -> None:
-        """Acceptance on every part, then rates: what is missing, saved after each."""
-        from blockdraft.bench.ablation import (
-            ACCEPTANCE,
-            PLAIN,
-            TIMED,
-            describe_acceptance,
-            describe_timed,
-            load_result,
-            missing,
-            told,
-        )
-        from blockdraft.bench.report import machine, save
-        from blockdraft.cli.bench import make_margin
-        from blockdraft.drafters.names import parse_drafter
-        from blockdraft.engine.api import LLM
+    def accept(self, arm: str, named: Named, about: dict[str, Any]) -> None:
+        """Acceptance of an arm's drafter on every part where it is missing, saved after each."""
+        from blockdraft.bench.ablation import ACCEPTANCE, PLAIN, describe_acceptance, load_result, missing, told
+        from blockdraft.bench.report import save
         from blockdraft.train.progress import say
 
-        chosen = parse_drafter(drafter)
-        llm = LLM(self.target, chosen, tokenizer=self.tokenizer, slots=1, capacity=8, block_size=block_size)
-        about |= self._describe_drafter(llm, chosen)
-        path = self.folders.result(arm)
+        llm = self._load(named)
+        about |= self._describe_drafter(llm, named)
         plain = load_result(self.folders.result(PLAIN))["measured"]
         for part in missing(about, self.parts, ACCEPTANCE):
             say(self.console, f"{arm}: {part.key}, {len(part.prompts)} prompts")
             answers = self._replay(part, llm.drafter, told(plain[part.key]))
             about["measured"].setdefault(part.key, {})[ACCEPTANCE] = describe_acceptance(part, answers)
-            save(about, path)
-        if not self.timing:
-            return
-        about["machine"] = machine()
-        about["cost"] = self._cost(llm.drafter)
-        for part in missing(about, self.parts, TIMED):
-            say(self.console, f"{arm}: {part.key}, timing {len(part.timed)} prompts")
-            arms = [self._arm(PLAIN, None, part), self._arm(arm, llm.drafter, part)]
-            timed = describe_timed(part, arms, self._ask(part, arms), make_margin(llm, self._room(part)))
-            about["measured"][part.key][TIMED] = timed
-            save(about, path)
+            save(about, self.folders.result(arm))
+
+    def time(self, drafters: Mapping[str, Named]) -> None:
+        """Rates of all arms that lack them, whose acceptance is measured: one run for each part, saved after each."""
+        from blockdraft.bench.ablation import PLAIN, TIMED, describe_timed, load_result, missing
+        from blockdraft.bench.report import machine, save
+        from blockdraft.cli.bench import make_margin
+        from blockdraft.train.progress import say
+
+        abouts = {arm: load_result(self.folders.result(arm)) for arm in drafters}
+        abouts = {arm: about for arm, about in abouts.items() if missing(about, self.parts, TIMED)}
+        llms = {arm: self._load(drafters[arm]) for arm in abouts}
+        costs = self._costs({arm: llm.drafter for arm, llm in llms.items()})
+        for arm, about in abouts.items():
+            about |= {"machine": machine(), "cost": costs[arm]}
+        for part in self.parts:
+            untimed = [arm for arm, about in abouts.items() if missing(about, [part], TIMED)]
+            if not untimed:
+                continue
+            say(self.console, f"{part.key}: timing {len(part.timed)} prompts, {PLAIN}, {', '.join(untimed)}")
+            plain = self._arm(PLAIN, None, part)
+            arms = {arm: self._arm(arm, llms[arm].drafter, part) for arm in untimed}
+            rows = self._ask(part, [plain, *arms.values()])
+            for arm, timed in arms.items():
+                margin = make_margin(llms[arm], self._room(part))
+                abouts[arm]["measured"][part.key][TIMED] = describe_timed(part, plain, timed, rows, margin)
+                save(abouts[arm], self.folders.result(arm))
+
+    def _load(self, named: Named) -> LLM:
+        from blockdraft.drafters.names import parse_drafter
+        from blockdraft.engine.api import LLM
+
+        drafter, size = parse_drafter(named.drafter), named.block_size
+        return LLM(self.target, drafter, tokenizer=self.tokenizer, slots=1, capacity=8, block_size=size)
 
     def _replay(self, part: Part, drafter: Drafter | None, conversations: list[Told]) -> list[Answer]:
         """Draft the part's known answers again; the taps along them are read once for all arms."""
@@ -124,12 +143,13 @@ class Measuring:
         assert [answer.token_ids for answer in answers] == [one.answer for one in conversations], "a known answer"
         return answers
 
-    def _describe_drafter(self, llm: LLM, chosen: DrafterChoice) -> dict[str, Any]:
+    def _describe_drafter(self, llm: LLM, named: Named) -> dict[str, Any]:
         """A drafter's size, where its folder tells, and how a layerwise fusion mixes the taps."""
         from blockdraft.drafters.block import BlockDrafter
+        from blockdraft.drafters.names import parse_drafter
         from blockdraft.engine.drafting import shipped_folder
 
-        drafter = llm.drafter
+        drafter, chosen = llm.drafter, parse_drafter(named.drafter)
         if drafter is None:
             return {"parameters": 0, "max_drafts": 0}
         folder = shipped_folder(self.target.info.name, chosen) if isinstance(chosen, str) else chosen
@@ -145,6 +165,13 @@ class Measuring:
                 "mixes": [[round(w, 4) for w in row] for row in mixes.tolist()],
             }
         return about
+
+    def _costs(self, drafters: Mapping[str, Drafter | None]) -> dict[str, dict[str, Any]]:
+        """The costs of all arms, the median of rounds turn about: a machine that changes its pace favours none."""
+        rounds = [{arm: self._cost(drafter) for arm, drafter in drafters.items()} for _ in range(COST_ROUNDS)]
+        return {
+            arm: {key: statistics.median(one[arm][key] for one in rounds) for key in rounds[0][arm]} for arm in drafters
+        }
 
     def _cost(self, drafter: Drafter | None) -> dict[str, Any]:
         """Median times after the first prompt: a proposal, the target's pass over it, and over a single token."""
@@ -172,4 +199,4 @@ class Measuring:
     def _ask(self, part: Part, arms: list[Arm]) -> list[Any]:
         from blockdraft.bench.measure import measure
 
-        return list(measure(part.timed, arms, self.chat, part.params, self.config.repeats))
+        return list(measure(part.timed, arms, self.chat, part.timed_params, self.config.repeats))

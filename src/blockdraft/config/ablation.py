@@ -38,6 +38,7 @@ class AblationConfig(Strict):
     max_tokens: int = Field(256, ge=1)
     seed: int = Field(0, description="prompt i is sampled with seed + i")
     repeats: int = Field(1, ge=1, description="timed runs per prompt; the median counts")
+    timed_tokens: int | None = Field(None, ge=1, description="max_tokens of timed answers; None: as of all")
     slots: int = Field(8, ge=1, description="requests at once where nothing is timed")
 
     @model_validator(mode="after")
