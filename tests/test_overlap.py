@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fakes import ByteTokenizer, HashTarget, UnrelatedDrafter
+from fakes import ByteTokenizer, HashTarget, OracleDrafter, UnrelatedDrafter
 from oracles import by_hand, check_stats
 
 from blockdraft.config import EngineConfig, SamplingParams
 from blockdraft.engine import engine as module
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.policy import Policy
 from blockdraft.engine.request import Request
+from blockdraft.engine.step import Flight, Pair, Verdict
 
 BYTES = 258
 
@@ -47,19 +49,33 @@ def test_the_rounds_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
-def test_stop_strings_aborts_and_new_requests_between_start_and_end(penalty: float) -> None:
+def test_stop_strings_aborts_and_new_requests_between_start_and_end(
+    penalty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots change hands while a round is under way for the requests that had them before."""
+    lost, land = [], module.land
+
+    def landed(pair: Pair, flight: Flight, policy: Policy) -> list[tuple[Request, Verdict]]:
+        lost.extend({*range(len(flight.slots))} - {*flight.going()})
+        return land(pair, flight, policy)
+
+    monkeypatch.setattr(module, "land", landed)
     engine = make(2, overlap=True, tokenizer=True)
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=4, presence_penalty=penalty)
     prompts = [[65 + i, 70] for i in range(6)]
     whole = [by_hand(engine.target, prompt, params) for prompt in prompts]
     # a stop string that the text meets in the middle: one byte of the answer that is a letter
-    stops = [next((chr(t) for t in answer[5:] if 33 <= t < 127 and t not in answer[:5]), None) for answer in whole]
+    firsts = [(answer[: 5 + 3 * i], answer[5 + 3 * i :]) for i, answer in enumerate(whole)]  # each at another place
+    stops = [next((chr(t) for t in rest if 33 <= t < 127 and t not in first), None) for first, rest in firsts]
     assert sum(stop is not None for stop in stops) >= 3
     asked = [params.model_copy(update={"stop": (stop,) if stop else ()}) for stop in stops]
+    # A drafter that knows what there is to say, and refuses to draft after anything else: it was told of its own row.
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, whole, strict=True)]
+    drafter = OracleDrafter(3, BYTES, known, [True, False, False])
+    config = EngineConfig(slots=2, capacity=128, overlap=True)
+    engine = Engine(engine.target, drafter, config, ByteTokenizer())  # type: ignore[arg-type]
     requests = [engine.add(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
-    for _ in range(3):
-        engine.step()
+    engine.step()
     gone = engine.running[0]
     engine.abort(gone)
     engine.run()
@@ -71,6 +87,7 @@ def test_stop_strings_aborts_and_new_requests_between_start_and_end(penalty: flo
         assert request.output_ids == answer[:end]
         check_stats(request)
     assert sorted(engine.free_slots) == [0, 1] and not engine.has_work
+    assert {*lost} == {0, 1}, "either row, with the other under way"
 
 
 @pytest.mark.parametrize("call", [2, 3, 5])
