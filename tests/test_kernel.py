@@ -41,9 +41,18 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library()
 
 
-@pytest.fixture(params=["on", "portable"])
+def choose_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Take a path, or skip the test where the processor does not have it."""
+    choose(monkeypatch, name)
+    try:
+        library()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=kernel.PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(monkeypatch, request.param)
+    choose_path(monkeypatch, request.param)
     return str(request.param)
 
 
@@ -69,6 +78,23 @@ def test_a_row_is_right_and_has_the_same_bits_among_any_others(shape: tuple[int,
         for rows in counts:
             assert torch.equal(layer(x[:rows]), alone[:rows]), f"{rows} rows, {threads} threads"
     assert torch.equal(layer.weight, kept.float())
+
+
+@needs_kernel
+@pytest.mark.parametrize("storage", STORAGES)
+def test_wider_registers_change_no_bit(storage: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name in kernel.QUICK:
+        choose_path(monkeypatch, name)
+        layer, target = KernelLinear(numbers(100, 1536), numbers(100, seed=1), storage), dense(storage=storage)
+        logits = fill(target, target.new_cache(1, 96), 0, random_ids(90), (70, 8, 1))
+        found[name] = [layer(numbers(rows, 1536, seed=2)) for rows in (1, 7, 70)], logits
+    (wide, wide_text), (narrow, narrow_text) = found.values()
+    assert all(torch.equal(*pair) for pair in zip(wide, narrow, strict=True))
+    assert torch.equal(wide_text, narrow_text)
+    choose(monkeypatch, "portable")
+    rounded_twice = KernelLinear(numbers(100, 1536), numbers(100, seed=1), storage)(numbers(7, 1536, seed=2))
+    assert not torch.equal(rounded_twice, narrow[1]), "what does not fuse products and sums has other bits"
 
 
 @needs_kernel
@@ -203,7 +229,7 @@ def test_without_the_kernel_onednn_does_it(monkeypatch: pytest.MonkeyPatch, tmp_
         with pytest.raises(ValueError, match=f"BLOCKDRAFT_KERNEL={choice}, but there is no kernel: run python"):
             packed()
     choose(monkeypatch, "yes")
-    with pytest.raises(ValueError, match="BLOCKDRAFT_KERNEL=yes is not one of auto, on, off, portable"):
+    with pytest.raises(ValueError, match="BLOCKDRAFT_KERNEL=yes is not one of auto, on, off, avx512, avx2, portable"):
         packed()
 
 
@@ -215,6 +241,15 @@ def test_a_kernel_from_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert describe_kernel().startswith("oneDNN (the kernel was compiled from other sources")
     choose(monkeypatch, "on")
     with pytest.raises(ValueError, match="compiled from other sources"):
+        library()
+
+
+@needs_kernel
+def test_a_path_that_the_processor_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "CHOICES", (*kernel.CHOICES, "sve"))
+    monkeypatch.setattr(kernel, "PATHS", (*kernel.PATHS, "sve"))
+    choose(monkeypatch, "sve")
+    with pytest.raises(ValueError, match="BLOCKDRAFT_KERNEL=sve, but this processor does not have it"):
         library()
 
 

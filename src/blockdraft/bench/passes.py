@@ -21,7 +21,12 @@ from blockdraft.targets.pretrained import PretrainedTarget
 from blockdraft.targets.resolve import load_target
 
 # name -> (BLOCKDRAFT_KERNEL, weights)
-ARMS = {"oneDNN": ("off", None), "kernel": ("on", None), "kernel, float16 weights": ("on", "float16")}
+ARMS = {
+    "oneDNN": ("off", None),
+    "kernel, AVX2": ("avx2", None),
+    "kernel": ("on", None),
+    "kernel, float16 weights": ("on", "float16"),
+}
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 PROMPT = 64  # rows from which a pass is taken for one over a prompt, of which only the last logits are wanted
 CONTEXT = 256

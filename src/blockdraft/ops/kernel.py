@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import c_char_p, c_int, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from blockdraft.ops.native.build import LIBRARY, digest
 
-PANEL = 24  # outputs of a panel, as in native/kernel.h
-FASTEST = "avx2"  # the path that is quicker than oneDNN; the portable one need not be
+PATHS = ("avx512", "avx2", "portable")  # the last fuses no sums, and so has other bits than the others
+QUICK = PATHS[:2]  # quicker than oneDNN; the portable one need not be
 VARIABLE = "BLOCKDRAFT_KERNEL"
 REMEDY = "run python -m blockdraft.ops.native.build"
-CHOICES = ("auto", "on", "off", "portable")
+CHOICES = ("auto", "on", "off", *PATHS)
 # In the OpenMP library that torch has loaded, whatever it calls it.
 THREADING = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 STORAGES = (torch.float32, torch.float16)
@@ -40,23 +40,33 @@ class LinearPart(ctypes.Structure):
 
 
 class Library:
-    """The loaded library.  ValueError: it cannot be loaded, or is not the one that belongs to this package."""
+    """The loaded library and a path of it, or the fastest that the processor has; `panel`: outputs of a panel.
 
-    def __init__(self, path: Path, portable: bool = False) -> None:
+    ValueError: it cannot be loaded, or the processor does not have that path.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
         try:
-            self.functions = ctypes.CDLL(str(path))
-            self.linear, self.layer = self.functions.kernel_linear, self.functions.kernel_layer
-            self.scratch, threads = self.functions.kernel_scratch, self.functions.kernel_threads
-            choose, sources = self.functions.kernel_choose, self.functions.kernel_sources
+            functions = ctypes.CDLL(str(path))
+            linear, layer, scratch = functions.kernel_linear, functions.kernel_layer, functions.kernel_scratch
+            threads, sources, find = functions.kernel_threads, functions.kernel_sources, functions.kernel_path
+            naming, panel = functions.kernel_path_name, functions.kernel_path_panel
         except (OSError, AttributeError) as error:
             raise ValueError(f"the compiled kernel cannot be loaded: {error}") from error
         sources.restype, sources.argtypes = c_char_p, []
         self.is_current: bool = sources().decode() == digest()
-        choose.restype, choose.argtypes = c_char_p, [c_int]
-        self.linear.restype, self.linear.argtypes = None, [c_void_p, c_void_p, c_void_p, c_int64, c_int]
-        self.layer.restype, self.layer.argtypes = None, [c_void_p, c_void_p, c_int]
-        self.scratch.restype, self.scratch.argtypes = c_int64, [c_void_p, c_int64, c_int64, c_int]
-        self.path: str = choose(portable).decode()
+        find.restype, find.argtypes = c_void_p, [c_char_p]
+        found = find(None if name is None else name.encode())
+        if found is None:
+            raise ValueError(f"{VARIABLE}={name}, but this processor does not have it")
+        naming.restype, naming.argtypes = c_char_p, [c_void_p]
+        panel.restype, panel.argtypes = c_int64, [c_void_p]
+        self.path: str = naming(found).decode()
+        self.panel: int = panel(found)
+        linear.restype, linear.argtypes = None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int]
+        layer.restype, layer.argtypes = None, [c_void_p, c_void_p, c_void_p, c_int]
+        scratch.restype, scratch.argtypes = c_int64, [c_void_p, c_int64, c_int64, c_int]
+        self.linear, self.layer, self.scratch = partial(linear, found), partial(layer, found), scratch
         threads.restype, threads.argtypes = None, [c_void_p] * len(THREADING)
         threads(*_threading())
 
@@ -82,7 +92,7 @@ class KernelLinear(nn.Module):
         assert lib is not None, "the caller looks whether there is a kernel"
         assert storage in STORAGES, storage
         self.out_features, self.in_features = weight.shape
-        self.panels = to_panels(weight.detach().to(storage))
+        self.panels = to_panels(weight.detach().to(storage), lib.panel)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.part = LinearPart(
             self.panels.data_ptr(),
@@ -109,19 +119,19 @@ class KernelLinear(nn.Module):
         return y
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """[out, in] -> [panels, in, PANEL], the last one filled up with zeros."""
+def to_panels(weight: Tensor, width: int) -> Tensor:
+    """[out, in] -> [panels, in, width], the last one filled up with zeros."""
     outputs, inputs = weight.shape
-    filled = nn.functional.pad(weight, (0, 0, 0, -outputs % PANEL))
-    return filled.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+    filled = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
+    return filled.view(-1, width, inputs).transpose(1, 2).contiguous()
 
 
 @cache
 def library() -> Library | None:
     """The kernel; None: it is not built from these sources, not made for this processor, or BLOCKDRAFT_KERNEL says off.
 
-    BLOCKDRAFT_KERNEL=on takes it on every processor, and "portable" takes what every processor has.
-    ValueError: the variable says something else, or there is no kernel to take.
+    BLOCKDRAFT_KERNEL=on takes it on every processor, and one of `PATHS` that path.
+    ValueError: the variable says something else, there is no kernel to take, or the processor does not have the path.
     """
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
@@ -130,9 +140,9 @@ def library() -> Library | None:
         return None
     if not LIBRARY.is_file():
         raise ValueError(f"{VARIABLE}={choice}, but there is no kernel: {REMEDY}")
-    found = Library(LIBRARY, portable=choice == "portable")
+    found = Library(LIBRARY, choice if choice in PATHS else None)
     if choice == "auto":
-        return found if found.is_current and found.path == FASTEST else None
+        return found if found.is_current and found.path in QUICK else None
     if not found.is_current:
         raise ValueError(f"{VARIABLE}={choice}, but the kernel was compiled from other sources: {REMEDY}")
     return found

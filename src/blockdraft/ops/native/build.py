@@ -20,6 +20,7 @@ LIBRARY = FOLDER / "kernel.so"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512vl")
 SECONDS = 300  # after which a compiler is given up
 
 
@@ -56,6 +57,7 @@ def _units() -> list[tuple[str, str, tuple[str, ...]]]:
     ]
     if platform.machine() in ("x86_64", "AMD64"):
         units.append(("avx2", "path.cpp", ("-DPATH=avx2", *AVX2)))
+        units.append(("avx512", "path.cpp", ("-DPATH=avx512", *AVX512)))
     return units
 
 

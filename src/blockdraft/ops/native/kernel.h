@@ -7,8 +7,8 @@
 
 extern "C" {
 
-// y [R, out] = x [R, in] @ weight.T + bias.  The weight lies in panels of PANEL outputs, each [in, PANEL], the last one
-// filled up with zeros.
+// y [R, out] = x [R, in] @ weight.T + bias.  The weight lies in panels of some outputs, each [in, outputs], the last one
+// filled up with zeros; how many says the path.
 struct Linear {
     const void* panels;
     const float* bias;  // none: null
@@ -39,8 +39,6 @@ struct Pass {
 };
 }
 
-constexpr int64_t PANEL = 24;
-
 // One thread of several that compute the same thing together.
 struct Team {
     int thread, threads;
@@ -59,8 +57,9 @@ struct Team {
 // The same functions, compiled for one kind of processor.
 struct Path {
     const char* name;
+    int64_t panel;  // outputs of a panel
     void (*linear)(const Linear&, const float* x, float* y, int64_t rows, const Team&);
     void (*layer)(const Layer&, const Pass&, const Team&);
 };
 
-extern const Path portable_path, avx2_path;
+extern const Path portable_path, avx2_path, avx512_path;

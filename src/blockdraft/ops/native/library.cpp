@@ -1,4 +1,6 @@
-// What Python calls: which path, which threads, and the calls themselves.
+// What Python calls: which paths there are, which threads, and the calls themselves.
+#include <cstring>
+
 #include "kernel.h"
 
 namespace {
@@ -8,8 +10,6 @@ void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
 void (*barrier)() = nullptr;
 int (*thread_number)() = nullptr;
 int (*thread_count)() = nullptr;
-
-const Path* path = &portable_path;
 
 constexpr int64_t SMALL = 1 << 15;  // weights read; less is done sooner than a second thread has woken up
 
@@ -22,14 +22,7 @@ void together(int threads, Work work) {
     parallel(member, &work, threads, 0);
 }
 
-bool has_avx2() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-    return false;
-#endif
-}
+bool is_named(const char* name, const Path& path) { return !name || strcmp(name, path.name) == 0; }
 
 }  // namespace
 
@@ -38,14 +31,22 @@ extern "C" {
 // What the library was made from.
 const char* kernel_sources() { return SOURCES; }
 
-// The name of the path taken from now on: the fastest that this processor has, or the portable one.
-const char* kernel_choose(int portable) {
-    path = &portable_path;
+// The path of that name or, for null, the fastest that this processor has; null: it does not have that one.
+const Path* kernel_path(const char* name) {
+    const Path* found = is_named(name, portable_path) ? &portable_path : nullptr;
 #if defined(__x86_64__)
-    if (!portable && has_avx2()) path = &avx2_path;
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
+    if (avx2 && is_named(name, avx2_path)) found = &avx2_path;
+    if (avx512 && is_named(name, avx512_path)) found = &avx512_path;
 #endif
-    return path->name;
+    return found;
 }
+
+const char* kernel_path_name(const Path* path) { return path->name; }
+
+int64_t kernel_path_panel(const Path* path) { return path->panel; }
 
 void kernel_threads(void* run, void* wait, void* number, void* count) {
     parallel = reinterpret_cast<decltype(parallel)>(run);
@@ -54,7 +55,7 @@ void kernel_threads(void* run, void* wait, void* number, void* count) {
     thread_count = reinterpret_cast<decltype(thread_count)>(count);
 }
 
-void kernel_linear(const Linear* linear, const float* x, float* y, int64_t rows, int threads) {
+void kernel_linear(const Path* path, const Linear* linear, const float* x, float* y, int64_t rows, int threads) {
     if (linear->outputs * linear->inputs < SMALL) threads = 1;
     together(threads, [=](const Team& team) { path->linear(*linear, x, y, rows, team); });
 }
@@ -65,7 +66,7 @@ int64_t kernel_scratch(const Layer* layer, int64_t rows, int64_t longest, int th
     return rows * (heads * layer->head_width + layer->hidden + 3 * layer->inner) + threads * (longest + 32);
 }
 
-void kernel_layer(const Layer* layer, const Pass* pass, int threads) {
+void kernel_layer(const Path* path, const Layer* layer, const Pass* pass, int threads) {
     if (layer->gate_up.outputs * layer->gate_up.inputs < SMALL) threads = 1;
     together(threads, [=](const Team& team) { path->layer(*layer, *pass, team); });
 }

@@ -9,46 +9,45 @@
 
 namespace {
 
-constexpr int64_t TILE = 4;      // rows whose accumulators (4 x 3 vectors) fill the registers
-constexpr int64_t BLOCK = 64;    // rows that share one reading of the weights
-constexpr int64_t STEP = 192;    // inputs after which the next tile of a block has its turn: 18 KiB of a panel
-constexpr int64_t AHEAD = 4096;  // bytes; how far ahead a single tile asks for half-precision weights
+constexpr int64_t PANEL = 3 * LANES;
+constexpr int64_t TILE = LANES / 2;     // rows whose accumulators, of 3 registers each, leave room for the weights
+constexpr int64_t BLOCK = 64;           // rows that share one reading of the weights
+constexpr int64_t STEP = 4608 / PANEL;  // inputs after which the next tile of a block has its turn: 18 KiB of a panel
+constexpr int64_t AHEAD = 4096;         // bytes; how far ahead a single tile asks for weights
 
-// sums [R, PANEL] += x [R, depth] times one panel's part; if it ASKS, for `stride` bytes of `next` at every input.
-template <int R, bool ASKS, class Weight>
+// sums [R, PANEL] += x [R, depth] times one panel's part, asking memory for `stride` bytes of `next` at every input.
+template <int R, class Weight>
 inline void tile(
     const float* x, int64_t inputs, const Weight* weight, int64_t depth, float* sums, const char* next, int64_t stride
 ) {
-    v8 a[R][3];
+    wide a[R][3];
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 3; j++) a[r][j] = load(sums + r * PANEL + 8 * j);
+        for (int j = 0; j < 3; j++) a[r][j] = load_wide(sums + r * PANEL + LANES * j);
     for (int64_t k = 0; k < depth; k++) {
-        v8 w0 = load(weight), w1 = load(weight + 8), w2 = load(weight + 16);
+        wide w0 = load_wide(weight), w1 = load_wide(weight + LANES), w2 = load_wide(weight + 2 * LANES);
         weight += PANEL;
-        if (ASKS) __builtin_prefetch(next);
+        __builtin_prefetch(next);
         next += stride;
         for (int r = 0; r < R; r++) {
-            v8 value = all(x[r * inputs + k]);
+            wide value = all_wide(x[r * inputs + k]);
             a[r][0] = multiply_add(value, w0, a[r][0]);
             a[r][1] = multiply_add(value, w1, a[r][1]);
             a[r][2] = multiply_add(value, w2, a[r][2]);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 3; j++) store(sums + r * PANEL + 8 * j, a[r][j]);
+        for (int j = 0; j < 3; j++) store_wide(sums + r * PANEL + LANES * j, a[r][j]);
 }
 
-template <bool ASKS, class Weight>
+// Of as many rows as there are; `rows` is at most R.
+template <int R, class Weight>
 inline void any_tile(
     int64_t rows, const float* x, int64_t inputs, const Weight* w, int64_t depth, float* sums, const char* next,
     int64_t stride
 ) {
-    switch (rows) {
-        case 1: return tile<1, ASKS>(x, inputs, w, depth, sums, next, stride);
-        case 2: return tile<2, ASKS>(x, inputs, w, depth, sums, next, stride);
-        case 3: return tile<3, ASKS>(x, inputs, w, depth, sums, next, stride);
-        default: return tile<4, ASKS>(x, inputs, w, depth, sums, next, stride);
-    }
+    if constexpr (R > 1)
+        if (rows < R) return any_tile<R - 1>(rows, x, inputs, w, depth, sums, next, stride);
+    tile<R>(x, inputs, w, depth, sums, next, stride);
 }
 
 // One panel for at most BLOCK rows, into sums [rows, PANEL].
@@ -65,14 +64,13 @@ inline void panel(const float* x, int64_t rows, int64_t inputs, const Weight* we
         const char* next = reinterpret_cast<const char*>(part + depth * PANEL);
         int64_t stride = (PANEL * sizeof(Weight) + tiles - 1) / tiles;
         if (tiles == 1) {
-            // The processor sees a plain stream of floats coming by itself, but not one of halves, which run out sooner.
             next = reinterpret_cast<const char*>(part) + AHEAD;
-            any_tile<sizeof(Weight) == 2>(rows, x, inputs, part, depth, sums, next, stride);
+            any_tile<TILE>(rows, x, inputs, part, depth, sums, next, stride);
             return;
         }
         for (int64_t t = 0; t < tiles; t++) {
             int64_t r = rows * t / tiles, count = rows * (t + 1) / tiles - r;
-            any_tile<true>(count, x + r * inputs + first, inputs, part, depth, sums + r * PANEL, next, stride);
+            any_tile<TILE>(count, x + r * inputs + first, inputs, part, depth, sums + r * PANEL, next, stride);
             next += depth * stride;
         }
     }

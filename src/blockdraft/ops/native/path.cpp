@@ -17,4 +17,4 @@ void layer(const Layer& layer, const Pass& pass, const Team& team) { run(layer, 
 #define JOINED(name) name##_path
 #define SYMBOL(name) JOINED(name)
 
-extern const Path SYMBOL(PATH) = {NAME(PATH), linear, layer};
+extern const Path SYMBOL(PATH) = {NAME(PATH), PANEL, linear, layer};

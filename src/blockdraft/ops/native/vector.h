@@ -1,4 +1,5 @@
-// Eight floats at once, in the compiler's own vector types, so that one source serves every processor.
+// Eight floats at once, or sixteen in products where the processor can, in the compiler's own vector types, so that one
+// source serves every processor.
 //
 // Every operation rounds as it is written: nothing is contracted (-ffp-contract=off), so that the same sum has the same
 // bits in whatever loop it stands.
@@ -46,6 +47,29 @@ inline v8 multiply_add(v8 a, v8 b, v8 c) {
     return a * b + c;
 #endif
 }
+
+// As many floats as a register holds: what products are made of.
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;
+typedef float wide __attribute__((vector_size(64)));
+typedef float wide_unaligned __attribute__((vector_size(64), aligned(4), may_alias));
+
+inline wide load_wide(const float* from) { return *reinterpret_cast<const wide_unaligned*>(from); }
+inline wide load_wide(const half* from) {
+    return (wide)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline void store_wide(float* to, wide value) { *reinterpret_cast<wide_unaligned*>(to) = value; }
+inline wide all_wide(float value) { return (wide)_mm512_set1_ps(value); }
+inline wide multiply_add(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#else
+constexpr int64_t LANES = 8;
+typedef v8 wide;
+
+inline wide load_wide(const float* from) { return load(from); }
+inline wide load_wide(const half* from) { return load(from); }
+inline void store_wide(float* to, wide value) { store(to, value); }
+inline wide all_wide(float value) { return all(value); }
+#endif
 
 // The sum of the lanes, always in the same order.
 inline float sum(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
