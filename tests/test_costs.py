@@ -15,7 +15,9 @@ from fakes import FakeDrafter
 from blockdraft.engine import profile
 from blockdraft.engine.costs import Pace, VerifyCosts, interpolate, load_costs, monotone, save_costs
 
-COSTS = VerifyCosts((1, 4), (1, 3, 8), 64, ((1.0, 2.0, 4.5), (2.0, 5.0, 10.0)), ((0.0, 0.01), (0.1, 0.2)), (0.3, 0.9))
+COSTS = VerifyCosts(
+    (1, 4), (1, 3, 8), 64, ((1.0, 2.0, 4.5), (2.0, 5.0, 10.0)), ((0.0, 0.01), (0.1, 0.2)), (0.3, 0.9), 0.01
+)
 
 
 def test_costs_run_straight_between_what_was_measured() -> None:
@@ -57,6 +59,7 @@ def test_interpolate_with_one_point_is_flat() -> None:
         {"seconds": ((1.0, 2.0, float("inf")), (2.0, 5.0, 10.0))},
         {"drafting": (0.3,)},
         {"drafting": (0.3, -1.0)},
+        {"reading": -1.0},
         {"per_context": ((0.0, 0.0),)},
     ],
 )
@@ -167,7 +170,7 @@ def test_noise_is_made_to_rise() -> None:
 def test_a_slow_target_is_measured_as_little_as_possible() -> None:
     world = Timed()
     costs = world.measure(budget=0.0)
-    assert world.passes == 2 * (1 + 2), "for each number of rows: a prompt, one token, and the most"
+    assert world.passes == 2 * (1 + 2 + 2), "for each number of rows: a prompt, two proposals, one token, and the most"
     between = (costs.verify(3, 1, 64) * 4 + costs.verify(3, 8, 64) * 3) / 7
     assert costs.verify(3, 4, 64) == pytest.approx(between), "the rest is on the line between"
 

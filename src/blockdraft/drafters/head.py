@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.ops.layers import draft_storage, pack_linears
-from blockdraft.ops.sampling import Coupling
+from blockdraft.ops.sampling import Coupling, largest
 
 
 def probability(logits: Tensor, chosen: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def draw(logits: Tensor, ahead: int, coupling: Coupling | None, ids: Tensor | No
 
     ids [V'] are the tokens of a reduced head's rows.
     """
-    return logits.argmax(dim=-1) if coupling is None else coupling.choose(logits, ahead, ids)
+    return largest(logits) if coupling is None else coupling.choose(logits, ahead, ids)
 
 
 def draft_index(draft_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:

@@ -21,9 +21,10 @@ from blockdraft.engine.outlook import Forecast, Outlook, forecast, hopeful
 from blockdraft.engine.policy import Ask, Row, available, best_width, expected_tokens
 from blockdraft.engine.probe import few
 
-INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to draft again
-CREDIT = 2.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
+INTEREST = 1 / 200  # of a plain round: what each of them earns for trying to draft again
+CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
 DEEPEST = 2.0  # plain rounds of loss that are remembered
+SPELL = 32.0  # rounds that drafting is expected to go on for: what catching up takes is spread over them
 NEAR = 2.0  # times as many rows, at most: what was measured for them says something
 
 
@@ -193,10 +194,14 @@ class Adaptive:
 
     def _forecast(self, survival: Sequence[float] | None = None) -> Forecast:
         """What asking the whole drafter should bring these rows: by what became of its drafts of late."""
+        assert self.costs is not None, "known since the round began"
         rows = self._current().rows
         if survival is None:
             survival = self.outlook.survival([row.sampled for row in rows], self.limit)
-        return forecast(survival, [self._seconds(k + 1) for k in range(self.limit + 1)], self._drafting(len(rows)))
+        rounds = min(SPELL, max(sum(row.remaining for row in rows) / len(rows), 1.0))
+        catching_up = self.costs.reading * sum(row.waiting for row in rows) / rounds
+        drafting = self._drafting(len(rows)) + catching_up
+        return forecast(survival, [self._seconds(k + 1) for k in range(self.limit + 1)], drafting)
 
     def _seconds(self, tokens: int) -> float:
         """What a pass over `tokens` of each row takes at present."""

@@ -19,12 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 LIMIT = 2**28  # bytes of taps that may wait, of all rows together
 PIECE = 128  # tokens of a row that are shown at once
 
-Entry = tuple[int, Tensor, Tensor | None]  # position of the first token, ids [S], taps [S, T, D]
+Entry = tuple[int, list[int], Tensor | None]  # position of the first token, tokens [S], taps [S, T, D]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Tokens ids [B, S] of some rows and their taps [B, S, T, D] (None: no taps), counts[b] of each row's valid."""
+    """Tokens ids [B, S], on the host, and taps [B, S, T, D] (None: no taps) of some rows, counts[b] of each valid."""
 
     rows: list[int]
     ids: Tensor
@@ -39,35 +39,36 @@ class Backlog:
     entries: dict[int, deque[Entry]] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
     size: int = 0
+    _token: int = 0  # bytes of the taps of one
 
-    def add(
-        self, rows: Sequence[int], starts: Sequence[int], ids: Tensor, taps: Tensor | None, counts: Sequence[int]
-    ) -> None:
-        """Keep the first counts[b] of ids [B, S], which stand from starts[b] on, and their taps [B, S, T, D].
+    def add(self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], taps: Tensor | None) -> None:
+        """Keep tokens said[b], which stand from starts[b] on, and the first so many of their taps [B, S, T, D].
 
         What was kept from there on is replaced: it is left from a round that was interrupted and done again.
         """
-        for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        each: Sequence[Tensor | None] = [None] * len(rows)
+        if taps is not None:
+            each, self._token = taps.unbind(0), taps[0, 0].nbytes
+        for row, start, tokens, kept in zip(rows, starts, said, each, strict=True):
             queue = self.entries.setdefault(row, deque())
             while queue and queue[-1][0] >= start:
-                self._count(row, queue.pop(), -1)
-            kept = None if taps is None else taps[b, :count]
-            if kept is not None and count < ids.shape[1]:
-                kept = kept.clone()  # a part would keep the memory of the whole
-            queue.append((start, ids[b, :count], kept))
-            self._count(row, queue[-1], 1)
+                self._count(row, -len(queue.pop()[1]))
+            if kept is not None and len(kept) > len(tokens):
+                kept = kept[: len(tokens)].clone()  # a part would keep the memory of the whole
+            queue.append((start, tokens, kept))
+            self._count(row, len(tokens))
 
     def drop(self, row: int, count: int) -> None:
         """The first so many tokens of a slot wait no longer."""
-        queue = self.entries.get(row, deque())
+        if count == 0:
+            return
+        self._count(row, -count)
+        queue = self.entries[row]
         while count > 0:
-            start, ids, taps = entry = queue.popleft()
-            self._count(row, entry, -1)
-            if len(ids) > count:
-                rest = start + count, ids[count:], None if taps is None else taps[count:]
-                queue.appendleft(rest)
-                self._count(row, rest, 1)
-            count -= len(ids)
+            start, tokens, taps = queue.popleft()
+            if len(tokens) > count:
+                queue.appendleft((start + count, tokens[count:], None if taps is None else taps[count:]))
+            count -= len(tokens)
 
     def forget(self, row: int) -> None:
         """Drop what waits in a slot."""
@@ -83,8 +84,8 @@ class Backlog:
         waiting = {row: self._first(row) for row in rows if self.waiting.get(row)}
         if not waiting:
             return None
-        ids = [torch.cat([ids for _, ids, _ in entries])[:PIECE] for entries in waiting.values()]
-        taps = [[taps for *_, taps in entries if taps is not None] for entries in waiting.values()]
+        ids = [torch.tensor([token for _, tokens, _ in row for token in tokens][:PIECE]) for row in waiting.values()]
+        taps = [[taps for *_, taps in row if taps is not None] for row in waiting.values()]
         padded = pad_sequence([torch.cat(row)[:PIECE] for row in taps], batch_first=True) if all(taps) else None
         return Shown(list(waiting), pad_sequence(ids, batch_first=True), padded, [len(row) for row in ids])
 
@@ -98,8 +99,6 @@ class Backlog:
             tokens += len(entry[1])
         return found
 
-    def _count(self, row: int, entry: Entry, sign: int) -> None:
-        _, ids, taps = entry
-        self.waiting[row] = self.waiting.get(row, 0) + sign * len(ids)
-        if taps is not None:
-            self.size += sign * taps.nbytes
+    def _count(self, row: int, tokens: int) -> None:
+        self.waiting[row] = self.waiting.get(row, 0) + tokens
+        self.size += tokens * self._token

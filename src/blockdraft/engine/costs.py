@@ -22,8 +22,9 @@ class VerifyCosts:
 
     seconds[i][j] is a pass over tokens[j] of each of rows[i] rows, each with `context` tokens before them;
     per_context[i] is what a further token of context costs the passes of the fewest and of the most tokens.
-    drafting[i] is one proposal and the observing that goes with it.  Between what was measured, and beyond it, costs
-    run straight.  ValueError: numbers that cannot be costs.
+    drafting[i] is one proposal and the observing that goes with it; `reading` is a token that the drafter catches up
+    with, of many.  Between what was measured, and beyond it, costs run straight.
+    ValueError: numbers that cannot be costs.
     """
 
     rows: tuple[int, ...]
@@ -32,12 +33,13 @@ class VerifyCosts:
     seconds: tuple[tuple[float, ...], ...]
     per_context: tuple[tuple[float, float], ...]
     drafting: tuple[float, ...]
+    reading: float = 0.0
 
     def __post_init__(self) -> None:
         axes = all(list(axis) == sorted(set(axis)) and axis and axis[0] >= 1 for axis in (self.rows, self.tokens))
         shape = [len(self.tokens)] * len(self.rows) == [len(row) for row in self.seconds]
         shape &= [2] * len(self.rows) == [len(row) for row in self.per_context] and len(self.drafting) == len(self.rows)
-        values = [*self.drafting, *(value for row in (*self.seconds, *self.per_context) for value in row)]
+        values = [self.reading, *self.drafting, *(value for row in (*self.seconds, *self.per_context) for value in row)]
         positive = all(value > 0 for row in self.seconds for value in row)
         if not (axes and shape and positive and all(math.isfinite(value) and value >= 0 for value in values)):
             raise ValueError("these are no costs: sorted axes, and finite seconds for all of them")
@@ -96,6 +98,7 @@ def load_costs(path: Path, about: Mapping[str, Any]) -> VerifyCosts | None:
             seconds=tuple(tuple(row) for row in costs["seconds"]),
             per_context=tuple((few, many) for few, many in costs["per_context"]),
             drafting=tuple(costs["drafting"]),
+            reading=costs["reading"],
         )
         return loaded if found["about"] == json.loads(json.dumps(about)) else None
     except (OSError, ValueError, TypeError, KeyError):

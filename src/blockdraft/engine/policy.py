@@ -17,13 +17,15 @@ from blockdraft.drafters.base import Proposal
 class Row:
     """What a policy may know of a running request.
 
-    Its slot, the tokens read, whether its choices are random, and how many tokens the drafter has yet to be shown.
+    Its slot, the tokens read, whether its choices are random, how many tokens the drafter has yet to be shown, and how
+    many it may still emit.
     """
 
     slot: int
     context: int
     sampled: bool
     waiting: int = 0
+    remaining: int = 1 << 20
 
 
 class Ask(Enum):

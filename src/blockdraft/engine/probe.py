@@ -13,7 +13,7 @@ import torch
 from blockdraft.drafters.base import COSTLY, Proposal
 from blockdraft.engine.policy import Row
 
-ROWS_FOR_ONE = 8  # rows that one row is asked for
+ROWS_FOR_ONE = 16  # rows that one row is asked for
 
 
 def few(rows: Sequence[Row]) -> list[int]:

@@ -25,8 +25,9 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a row in one pass
 CONTEXTS = (64, 512)  # tokens before them
 CONTEXT_TOKENS = 4096  # of all rows together, where the longer context is shortened
 BUDGET = 1.0  # seconds for each number of rows, after the passes that are needed at least
-PROMPT = 8  # tokens that the drafter sees before it is timed
-VERSION = 2
+PROMPT = 64  # tokens that the drafter sees before it is timed
+TRIES = 4  # of proposals
+VERSION = 3
 
 
 def known_costs(target: Target, drafter: Drafter, slots: int) -> VerifyCosts:
@@ -86,13 +87,16 @@ def measure_costs(
     seconds: list[tuple[float, ...]] = []
     slopes: list[tuple[float, float]] = []
     drafting: list[float] = []
+    reading: list[float] = []
     short, _ = _contexts(target, drafter, 1)
     for count in rows:
         _, long = _contexts(target, drafter, count)
         bench = _Passes(target, count, long + most, clock)
         if not bench.cache.is_positional:  # a context has to be read, and reading a long one takes long
             long = short
-        drafting.append(_draft_seconds(target, drafter, count, clock, budget))
+        draft, read = _draft_seconds(target, drafter, count, clock, budget)
+        drafting.append(draft)
+        reading.append(read)
         ends = sorted({1, most})
         cells = [(size, short) for size in (*ends, *(size for size in tokens if size not in ends))]
         cells += [(size, long) for size in ends if long > short]
@@ -105,7 +109,7 @@ def measure_costs(
         longer = [best.get((size, long), best[size, short]) - best[size, short] for size in (1, most)]
         few, many = (max(more, 0.0) / max(long - short, 1) for more in longer)
         slopes.append((few, max(few, many)))
-    return VerifyCosts(tuple(rows), tokens, short, tuple(seconds), tuple(slopes), tuple(drafting))
+    return VerifyCosts(tuple(rows), tokens, short, tuple(seconds), tuple(slopes), tuple(drafting), min(reading))
 
 
 class _Passes:
@@ -155,23 +159,34 @@ class _Passes:
             self.target.forward(_random_ids(self.target, count, context), self.cache, self.slots, keep_logits=1)
 
 
-def _draft_seconds(target: Target, drafter: Drafter, rows: int, clock: Callable[[], float], budget: float) -> float:
-    """A proposal for so many rows and the observing of two tokens each; texts in which nothing repeats itself."""
-    slots = list(range(rows))
-    ids = _random_ids(target, rows, PROMPT + 1)
-    read = target.forward(ids[:, :PROMPT], target.new_cache(rows, PROMPT), slots, keep_logits=1)
-    state = drafter.new_state(rows, 2 * PROMPT + drafter.block_size)
-    drafter.observe(state, slots, ids[:, :PROMPT], read.taps, [PROMPT] * rows)
-    taps = None if read.taps is None else read.taps[:, :2]
+def _draft_seconds(
+    target: Target, drafter: Drafter, rows: int, clock: Callable[[], float], budget: float
+) -> tuple[float, float]:
+    """A proposal for so many rows and the observing of two tokens each; and each token when many are observed.
+
+    Of texts in which nothing repeats itself.  A pass of the target comes before each proposal, as in a round: it
+    leaves nothing of the drafter in the processor's caches.
+    """
+    slots, prompt = list(range(rows)), min(PROMPT, target.info.max_context - TRIES)
+    ids, cache = _random_ids(target, rows, prompt + 1), target.new_cache(rows, prompt + TRIES)
+    taps = target.forward(ids[:, :prompt], cache, slots, keep_logits=1).taps
+    state = drafter.new_state(rows, prompt + 2 * TRIES + drafter.block_size)
+    _wait(target)
+    began = clock()
+    drafter.observe(state, slots, ids[:, :prompt], taps, [prompt] * rows)
+    _wait(target)
+    reading = (clock() - began) / (rows * prompt)
+    taps = None if taps is None else taps[:, :2]
     found: list[float] = []
-    while len(found) < 2 or (len(found) < 4 and sum(found) < budget):
+    while len(found) < 2 or (len(found) < TRIES and sum(found) < budget):
+        target.forward(ids[:, :1], cache, slots)
         _wait(target)
         began = clock()
-        drafter.propose(state, slots, ids[:, PROMPT]).tokens.tolist()
+        drafter.propose(state, slots, ids[:, prompt]).tokens.tolist()
         drafter.observe(state, slots, ids[:, :2], taps, [2] * rows)
         _wait(target)
         found.append(clock() - began)
-    return min(found)
+    return min(found), reading
 
 
 def _contexts(target: Target, drafter: Drafter, rows: int) -> tuple[int, int]:

@@ -45,20 +45,21 @@ class Pair:
             self.drafter.reset(self.state, slot)
 
     def commit(
-        self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], ids: Tensor, taps: Tensor | None
+        self, rows: Sequence[int], starts: Sequence[int], said: Sequence[list[int]], taps: Tensor | None
     ) -> None:
-        """Tokens said[b], which stand from starts[b] on, are committed: the first of ids [B, S]; taps [B, S, T, D]."""
+        """Tokens said[b], which stand from starts[b] on, are committed; their taps are the first of [B, S, T, D]."""
         if self.drafter is not None:
             if isinstance(self.drafter, PartlyFree):
                 self.drafter.observe_free(self.state, rows, starts, said)
-            self.backlog.add(rows, starts, ids, taps, [len(tokens) for tokens in said])
+            self.backlog.add(rows, starts, said, taps)
             if self.backlog.full:
                 self.catch_up(list(self.backlog.entries))
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Show the drafter what was committed since it was last asked."""
         while self.drafter is not None and (shown := self.backlog.peek(rows)) is not None:
-            self.drafter.observe(self.state, shown.rows, shown.ids, shown.taps, shown.counts)
+            ids = shown.ids.to(self.target.info.device)
+            self.drafter.observe(self.state, shown.rows, ids, shown.taps, shown.counts)
             for row, count in zip(shown.rows, shown.counts, strict=True):
                 self.backlog.drop(row, count)
 
@@ -93,7 +94,7 @@ def prefill(pair: Pair, request: Request, most: int) -> int | None:
         pair.begin(slot)
     ids = torch.tensor([request.prompt_ids[start : start + most]], device=pair.target.info.device)
     out = pair.target.forward(ids, pair.cache, [slot], keep_logits=1)
-    pair.commit([slot], [start], ids.tolist(), ids, out.taps)  # the drafter reads it when it is first asked
+    pair.commit([slot], [start], ids.tolist(), out.taps)  # the drafter reads it when it is first asked
     request.num_prefilled += ids.shape[1]
     if request.num_prefilled < len(request.prompt_ids):
         return None
@@ -104,9 +105,9 @@ def prefill(pair: Pair, request: Request, most: int) -> int | None:
 class Flight:
     """A round of which the passes have been started; on an asynchronous device they need not be over.
 
-    Row b is `requests[b]`, which had slots[b] and starts[b] tokens read.  widths[b] of its drafts are verified in block
-    [B, 1 + K].  `said` [B, 2 + K] are accepted drafts, next token and drafts on their way to the host, where they are
-    once `landed` has happened (None: they are there).
+    Row b is `requests[b]`, which had slots[b] and starts[b] tokens read.  widths[b] of its drafts are verified.  `said`
+    [B, 2 + K] are accepted drafts, next token and drafts on their way to the host, where they are once `landed` has
+    happened (None: they are there).
     """
 
     requests: list[Request]
@@ -114,7 +115,6 @@ class Flight:
     starts: list[int]
     asked: list[Ask]
     widths: list[int]
-    block: Tensor
     taps: Tensor | None
     said: Tensor
     landed: torch.cuda.Event | None
@@ -134,11 +134,11 @@ def launch(pair: Pair, requests: Sequence[Request], policy: Policy) -> Flight:
     pair.cache.truncate(slots, starts)  # a round that was interrupted may have left more
     anchors = torch.tensor([request.anchor for request in requests], device=device)
 
-    room = [pair.cache.capacity - start for start in starts]
-    limits = verify_widths(policy.limit, [request.remaining for request in requests], room)
+    room, remaining = [pair.cache.capacity - start for start in starts], [request.remaining for request in requests]
+    limits = verify_widths(policy.limit, remaining, room)
     sampled = [request.params.temperature > 0 for request in requests]
     waiting = [pair.backlog.waiting.get(slot, 0) for slot in slots]
-    facts = [Row(*one) for one in zip(slots, starts, sampled, waiting, strict=True)]
+    facts = [Row(*one) for one in zip(slots, starts, sampled, waiting, remaining, strict=True)]
     asked = policy.begin(facts)
     drafts, widths = anchors.new_empty(len(slots), 0), [0] * len(slots)
     some: list[int] | None = None
@@ -160,7 +160,7 @@ def launch(pair: Pair, requests: Sequence[Request], policy: Policy) -> Flight:
     # Everything the host needs in one transfer.
     said, landed = _to_host(torch.cat([num_accepted[:, None], next_tokens[:, None], drafts], dim=1))
     each = [asked if some is None or b in some else Ask.NOBODY for b in range(len(slots))]
-    return Flight(list(requests), slots, starts, each, widths, block, out.taps, said, landed)
+    return Flight(list(requests), slots, starts, each, widths, out.taps, said, landed)
 
 
 @torch.inference_mode()
@@ -181,10 +181,10 @@ def land(pair: Pair, flight: Flight, policy: Policy) -> list[tuple[Request, Verd
     read = [[flight.requests[b].anchor, *verdicts[b].tokens[:-1]] for b in going]
     pair.cache.truncate(slots, [start + len(tokens) for start, tokens in zip(starts, read, strict=True)])
     policy.learn([verdict.tokens for verdict in verdicts], waited)
-    block, taps = flight.block, flight.taps
-    if len(going) < len(flight.slots):
-        block, taps = block[going], None if taps is None else taps[going]
-    pair.commit(slots, starts, read, block, taps)
+    taps = flight.taps
+    if taps is not None and len(going) < len(flight.slots):
+        taps = taps[going]
+    pair.commit(slots, starts, read, taps)
     return [(flight.requests[b], verdicts[b]) for b in going]
 
 
