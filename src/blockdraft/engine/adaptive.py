@@ -24,6 +24,7 @@ from blockdraft.engine.probe import few
 INTEREST = 1 / 200  # of a plain round: what each of them earns for trying to draft again
 CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
 DEEPEST = 2.0  # plain rounds of loss that are remembered
+SURE = 3  # tries with few rows, one right after the other, that must agree before all are asked
 SPELL = 32.0  # rounds that drafting is expected to go on for: what catching up takes is spread over them
 NEAR = 2.0  # times as many rows, at most: what was measured for them says something
 
@@ -79,6 +80,7 @@ class Adaptive:
         self.debt = -CREDIT  # plain rounds that trying to draft has cost, and plain rounds have not earned back
         self._round: Round | None = None
         self._news = False  # drafts were judged, and what to expect has not been looked at since
+        self._promising = 0  # tries with few rows by which all should be asked, without one to the contrary
 
     def prepare(self) -> None:
         """Learn the costs now, if they are not known."""
@@ -95,13 +97,18 @@ class Adaptive:
         whole = self._habit(Ask.ALL, len(rows))
         if not whole.pays and self._news and self.debt <= 0:
             self._news = False
-            whole.judge(self.pace.dearer(len(rows)), self._forecast())
+            self._promising = self._promising + 1 if self._forecast().pays(HURDLE) else 0
+            if 0 < self._promising < SURE and len(few(rows)) < len(rows):
+                whole.left = 0  # a few rows may have had luck: they are asked once more
+            else:
+                whole.judge(self.pace.dearer(len(rows)), self._forecast())
         paid = whole.pays
         if whole.next(self.debt):
             if paid:
                 return Ask.ALL
             if self._forecast(hopeful(self.limit)).pays(HURDLE):  # else nothing that is seen could change anything
-                self.outlook.doubt()
+                if self._promising == 0:
+                    self.outlook.doubt()
                 return Ask.ALL if len(few(rows)) == len(rows) else Ask.SOME
         return Ask.FREE if self.partly_free and not whole.pays else Ask.NOBODY
 

@@ -39,6 +39,12 @@ struct Pass {
 };
 }
 
+// Heads of a group whose attention is computed together: four keys of each are as many sums as registers hold.
+constexpr int64_t HEADS = 3;
+
+// Floats for the scores of one head over the longest context, and what is computed besides.
+inline int64_t scores_room(int64_t longest) { return (longest + 23) / 16 * 16; }
+
 // One thread of several that compute the same thing together.
 struct Team {
     int thread, threads;

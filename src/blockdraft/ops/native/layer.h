@@ -52,30 +52,38 @@ inline void turned(const Layer& layer, const Pass& pass, float* qkv, const Team&
     }
 }
 
-// Products of a query with `count` keys, four at a time; a last four that is not full repeats its last key.
-inline void scored(const float* query, const float* keys, int64_t count, int64_t width, float scale, float* scores) {
+// Products of H queries with `count` keys, four at a time; a last four that is not full repeats its last key.
+template <int H>
+inline void scored(
+    const float* queries, const float* keys, int64_t count, int64_t width, float scale, float* scores, int64_t room
+) {
     for (int64_t s = 0; s < count; s += 4) {
         const float* each[4];
         for (int64_t i = 0; i < 4; i++) each[i] = keys + (s + i < count ? s + i : count - 1) * width;
-        v8 a = all(0.0f), b = a, c = a, d = a;
-        for (int64_t e = 0; e < width; e += EIGHT) {
-            v8 q = load(query + e);
-            a = multiply_add(q, load(each[0] + e), a);
-            b = multiply_add(q, load(each[1] + e), b);
-            c = multiply_add(q, load(each[2] + e), c);
-            d = multiply_add(q, load(each[3] + e), d);
+        v8 a[H][4];
+        for (int h = 0; h < H; h++)
+            for (int i = 0; i < 4; i++) a[h][i] = all(0.0f);
+        for (int64_t e = 0; e < width; e += EIGHT)
+            for (int i = 0; i < 4; i++) {
+                v8 key = load(each[i] + e);
+                for (int h = 0; h < H; h++) a[h][i] = multiply_add(load(queries + h * width + e), key, a[h][i]);
+            }
+        for (int h = 0; h < H; h++) {
+            float* own = scores + h * room + s;
+            sum_four(a[h][0], a[h][1], a[h][2], a[h][3], own);
+            for (int64_t i = 0; i < 4; i++) own[i] *= scale;
         }
-        sum_four(a, b, c, d, scores + s);
-        for (int64_t i = s; i < s + 4; i++) scores[i] *= scale;
     }
 }
 
 // Scores become what each value counts; the number that they sum up to is returned.
 inline float weighted(float* scores, int64_t count) {
-    float largest = scores[0];
-    for (int64_t s = 1; s < count; s++) largest = scores[s] > largest ? scores[s] : largest;
     int64_t end = round_up(count, EIGHT);
-    for (int64_t s = count; s < end; s++) scores[s] = largest;
+    for (int64_t s = count; s < end; s++) scores[s] = scores[0];
+    v8 highest = load(scores);
+    for (int64_t s = EIGHT; s < end; s += EIGHT) highest = load(scores + s) > highest ? load(scores + s) : highest;
+    float largest = highest[0];
+    for (int64_t i = 1; i < EIGHT; i++) largest = highest[i] > largest ? highest[i] : largest;
     v8 total = all(0.0f);
     for (int64_t s = 0; s < end; s += EIGHT) {
         store(scores + s, exponential(load(scores + s) - all(largest)));
@@ -86,36 +94,61 @@ inline float weighted(float* scores, int64_t count) {
     return sum(total);
 }
 
-// The part [from, from + 8 * N) of `count` values, weighted, in the order of their positions.
-template <int N>
-inline void mixed(const float* weights, const float* values, int64_t count, int64_t width, float scale, float* y) {
-    v8 a[N];
-    for (int i = 0; i < N; i++) a[i] = all(0.0f);
-    for (int64_t s = 0; s < count; s++) {
-        v8 weight = all(weights[s]);
-        for (int i = 0; i < N; i++) a[i] = multiply_add(weight, load(values + s * width + EIGHT * i), a[i]);
-    }
-    for (int i = 0; i < N; i++) store(y + EIGHT * i, a[i] * all(scale));
+// N vectors of `count` values, weighted in H ways, in the order of their positions.
+template <int H, int N, class Vector>
+inline void mixed(
+    const float* weights, int64_t room, const float* values, int64_t count, int64_t width, const float* shares, float* y
+) {
+    constexpr int64_t lanes = sizeof(Vector) / sizeof(float);
+    Vector a[H][N];
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) a[h][i] = all<Vector>(0.0f);
+    for (int64_t s = 0; s < count; s++)
+        for (int i = 0; i < N; i++) {
+            Vector value = load<Vector>(values + s * width + lanes * i);
+            for (int h = 0; h < H; h++) a[h][i] = multiply_add(all<Vector>(weights[h * room + s]), value, a[h][i]);
+        }
+    for (int h = 0; h < H; h++)
+        for (int i = 0; i < N; i++) store(y + h * width + lanes * i, a[h][i] * all<Vector>(shares[h]));
 }
 
-// Attention of this thread's queries over the cache, into mix [R, H * E].
+// Attention of one position of H heads, which see the same keys and values, into y [H, E].
+template <int H>
+inline void attend(
+    const float* queries, const float* keys, const float* values, int64_t count, int64_t width, float* scores,
+    int64_t room, float* y
+) {
+    scored<H>(queries, keys, count, width, 1.0f / __builtin_sqrtf((float)width), scores, room);
+    float shares[H];
+    for (int h = 0; h < H; h++) shares[h] = 1.0f / weighted(scores + h * room, count);
+    int64_t e = 0;
+    for (; e + 4 * LANES <= width; e += 4 * LANES)
+        mixed<H, 4, wide>(scores, room, values + e, count, width, shares, y + e);
+    for (; e < width; e += EIGHT) mixed<H, 1, v8>(scores, room, values + e, count, width, shares, y + e);
+}
+
+// Attention of this thread's queries over the cache, into mix [R, H * E]: of up to HEADS heads of a group at a time.
 inline void attended(const Layer& layer, const Pass& pass, const float* qkv, float* mix, float* scores,
                      const Team& team) {
     int64_t width = layer.head_width, parts = layer.heads + 2 * layer.groups, shared = layer.heads / layer.groups;
-    int64_t items = pass.batch * layer.heads * pass.width;
-    float scale = 1.0f / __builtin_sqrtf((float)width);
+    int64_t bunches = (shared + HEADS - 1) / HEADS, room = scores_room(pass.longest);
+    int64_t items = pass.batch * layer.groups * bunches * pass.width;
     for (int64_t item = team.from(items); item < team.to(items); item++) {
-        int64_t b = item / (layer.heads * pass.width), head = item / pass.width % layer.heads, q = item % pass.width;
+        int64_t q = item % pass.width, bunch = item / pass.width % bunches;
+        int64_t group = item / pass.width / bunches % layer.groups, b = item / pass.width / bunches / layer.groups;
+        int64_t head = group * shared + shared * bunch / bunches;
+        int64_t heads = group * shared + shared * (bunch + 1) / bunches - head;
         int64_t row = b * pass.width + q, own = pass.starts[b] + q + 1;
         int64_t end = layer.causal ? own : pass.starts[b] + pass.width;
         int64_t first = layer.window && own - layer.window > layer.blind ? own - layer.window : layer.blind;
-        int64_t count = end - first;
-        int64_t at = ((pass.slots[b] * layer.groups + head / shared) * pass.room + first) * width;
-        scored(qkv + (row * parts + head) * width, pass.keys + at, count, width, scale, scores);
-        float share = 1.0f / weighted(scores, count), *y = mix + (row * layer.heads + head) * width;
-        int64_t e = 0;
-        for (; e + 64 <= width; e += 64) mixed<8>(scores, pass.values + at + e, count, width, share, y + e);
-        for (; e < width; e += EIGHT) mixed<1>(scores, pass.values + at + e, count, width, share, y + e);
+        int64_t at = ((pass.slots[b] * layer.groups + group) * pass.room + first) * width, count = end - first;
+        const float *queries = qkv + (row * parts + head) * width, *keys = pass.keys + at, *values = pass.values + at;
+        float* y = mix + (row * layer.heads + head) * width;
+        switch (heads) {
+            case 1: attend<1>(queries, keys, values, count, width, scores, room, y); break;
+            case 2: attend<2>(queries, keys, values, count, width, scores, room, y); break;
+            default: attend<3>(queries, keys, values, count, width, scores, room, y);
+        }
     }
 }
 
@@ -136,7 +169,7 @@ inline void run(const Layer& layer, const Pass& pass, const Team& team) {
     float* normal = mix + rows * layer.heads * width;
     float* gate_up = normal + rows * layer.hidden;
     float* active = gate_up + rows * 2 * layer.inner;
-    float* scores = active + rows * layer.inner + team.thread * round_up(pass.longest + EIGHT, 16);
+    float* scores = active + rows * layer.inner + team.thread * HEADS * scores_room(pass.longest);
     normed_rows(pass.x, layer.input_norm, layer.eps, rows, layer.hidden, normal, team);
     team.wait();
     apply(layer.qkv, normal, qkv, rows, nullptr, team);

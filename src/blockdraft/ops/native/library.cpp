@@ -63,7 +63,7 @@ void kernel_linear(const Path* path, const Linear* linear, const float* x, float
 // How many floats of scratch a pass through the layer takes.
 int64_t kernel_scratch(const Layer* layer, int64_t rows, int64_t longest, int threads) {
     int64_t heads = 2 * layer->heads + 2 * layer->groups;
-    return rows * (heads * layer->head_width + layer->hidden + 3 * layer->inner) + threads * (longest + 32);
+    return rows * (heads * layer->head_width + layer->hidden + 3 * layer->inner) + threads * HEADS * scores_room(longest);
 }
 
 void kernel_layer(const Path* path, const Layer* layer, const Pass* pass, int threads) {

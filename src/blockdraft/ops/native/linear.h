@@ -22,21 +22,21 @@ inline void tile(
 ) {
     wide a[R][3];
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 3; j++) a[r][j] = load_wide(sums + r * PANEL + LANES * j);
+        for (int j = 0; j < 3; j++) a[r][j] = load<wide>(sums + r * PANEL + LANES * j);
     for (int64_t k = 0; k < depth; k++) {
         wide w0 = load_wide(weight), w1 = load_wide(weight + LANES), w2 = load_wide(weight + 2 * LANES);
         weight += PANEL;
         __builtin_prefetch(next);
         next += stride;
         for (int r = 0; r < R; r++) {
-            wide value = all_wide(x[r * inputs + k]);
+            wide value = all<wide>(x[r * inputs + k]);
             a[r][0] = multiply_add(value, w0, a[r][0]);
             a[r][1] = multiply_add(value, w1, a[r][1]);
             a[r][2] = multiply_add(value, w2, a[r][2]);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < 3; j++) store_wide(sums + r * PANEL + LANES * j, a[r][j]);
+        for (int j = 0; j < 3; j++) store(sums + r * PANEL + LANES * j, a[r][j]);
 }
 
 // Of as many rows as there are; `rows` is at most R.

@@ -16,14 +16,26 @@ namespace {
 
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
-typedef float v8_unaligned __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t half8 __attribute__((vector_size(16), aligned(2), may_alias));
 
 struct half {
     uint16_t bits;
 };
 
-inline v8 load(const float* from) { return *reinterpret_cast<const v8_unaligned*>(from); }
+// Of any vector type, from and to wherever the floats lie.
+template <class Vector>
+inline Vector load(const float* from) {
+    Vector value;
+    memcpy(&value, from, sizeof(Vector));
+    return value;
+}
+template <class Vector>
+inline void store(float* to, Vector value) { memcpy(to, &value, sizeof(Vector)); }
+template <class Vector>
+inline Vector all(float value) { return value - Vector{}; }
+
+inline v8 load(const float* from) { return load<v8>(from); }
+inline v8 all(float value) { return all<v8>(value); }
 
 inline v8 load(const half* from) {
 #ifdef __F16C__
@@ -35,10 +47,6 @@ inline v8 load(const half* from) {
     return (v8)((i8)magnitude | ((wide & 0x8000) << 16));
 #endif
 }
-
-inline void store(float* to, v8 value) { *reinterpret_cast<v8_unaligned*>(to) = value; }
-
-inline v8 all(float value) { return v8{value, value, value, value, value, value, value, value}; }
 
 inline v8 multiply_add(v8 a, v8 b, v8 c) {
 #ifdef __FMA__
@@ -52,24 +60,18 @@ inline v8 multiply_add(v8 a, v8 b, v8 c) {
 #ifdef __AVX512F__
 constexpr int64_t LANES = 16;
 typedef float wide __attribute__((vector_size(64)));
-typedef float wide_unaligned __attribute__((vector_size(64), aligned(4), may_alias));
 
-inline wide load_wide(const float* from) { return *reinterpret_cast<const wide_unaligned*>(from); }
 inline wide load_wide(const half* from) {
     return (wide)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
-inline void store_wide(float* to, wide value) { *reinterpret_cast<wide_unaligned*>(to) = value; }
-inline wide all_wide(float value) { return (wide)_mm512_set1_ps(value); }
 inline wide multiply_add(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #else
 constexpr int64_t LANES = 8;
 typedef v8 wide;
 
-inline wide load_wide(const float* from) { return load(from); }
 inline wide load_wide(const half* from) { return load(from); }
-inline void store_wide(float* to, wide value) { store(to, value); }
-inline wide all_wide(float value) { return all(value); }
 #endif
+inline wide load_wide(const float* from) { return load<wide>(from); }
 
 // The sum of the lanes, always in the same order.
 inline float sum(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
