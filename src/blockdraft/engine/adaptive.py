@@ -21,8 +21,9 @@ from blockdraft.engine.outlook import Forecast, Outlook, forecast, hopeful
 from blockdraft.engine.policy import Ask, Row, available, best_width, expected_tokens
 from blockdraft.engine.probe import few
 
-INTEREST = 1 / 200  # of a plain round: what each of them earns for trying to draft again
-CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth, or once it has gained them
+INTEREST = 1 / 120  # of a plain round: what each of them earns for trying to draft again
+CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth
+EARNED = 8.0  # plain rounds that drafting has gained and that may be lost again: texts change
 DEEPEST = 2.0  # plain rounds of loss that are remembered
 SURE = 3  # tries with few rows, one right after the other, that must agree before all are asked
 SPELL = 32.0  # rounds that drafting is expected to go on for: what catching up takes is spread over them
@@ -97,11 +98,13 @@ class Adaptive:
         whole = self._habit(Ask.ALL, len(rows))
         if not whole.pays and self._news and self.debt <= 0:
             self._news = False
-            self._promising = self._promising + 1 if self._forecast().pays(HURDLE) else 0
+            expected = self._forecast()
+            self._promising = self._promising + 1 if expected.pays(HURDLE) else 0
             if 0 < self._promising < SURE and len(few(rows)) < len(rows):
                 whole.left = 0  # a few rows may have had luck: they are asked once more
             else:
-                whole.judge(self.pace.dearer(len(rows)), self._forecast())
+                self._promising = 0
+                whole.judge(self.pace.dearer(len(rows)), expected)
         paid = whole.pays
         if whole.next(self.debt):
             if paid:
@@ -178,7 +181,7 @@ class Adaptive:
             habit.judge(dearer, self._forecast() if current.part is Ask.ALL else None)
         # What trying costs is what it did cost, catching up included.
         lost = verifying + current.drafting / (plain * self.pace.speed) - gained
-        self.debt = min(max(self.debt + lost, -CREDIT), DEEPEST)
+        self.debt = min(max(self.debt + lost, -EARNED), DEEPEST)
 
     def admit(self, slot: int) -> None:
         self.ledger.forget(slot)

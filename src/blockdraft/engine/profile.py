@@ -19,6 +19,7 @@ from blockdraft.cache import KVCache
 from blockdraft.drafters.base import Drafter
 from blockdraft.engine.costs import VerifyCosts, interpolate, load_costs, monotone, save_costs
 from blockdraft.ops.kernel import describe_kernel
+from blockdraft.ops.native.build import digest
 from blockdraft.targets.base import Target
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a row in one pass
@@ -61,7 +62,7 @@ def describe(target: Target, drafter: Drafter, rows: Sequence[int]) -> dict[str,
         "version": VERSION,
         "machine": [platform.node(), platform.machine(), device, torch.get_num_threads(), torch.__version__],
         "target": [info.name, type(target).__name__, *shape, str(info.dtype), str(info.storage)],
-        "kernel": describe_kernel(),
+        "kernel": [describe_kernel(), digest()],
         "drafter": [drafter.name, drafter.block_size, drafter.max_drafts, list(drafter.tap_ids)],
         "rows": list(rows),
     }
