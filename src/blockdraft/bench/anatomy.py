@@ -121,7 +121,8 @@ def machine_speed(device: torch.device) -> Speed:
 def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repeats: int = 20) -> list[Part]:
     """One greedy round for one row behind a prompt of S tokens, all drafts verified, and a pass of plain decoding.
 
-    Medians; the tokens are the prompt's own, so what is accepted does not matter.
+    Medians; the tokens are the prompt's own, so what is accepted does not matter.  What the drafter does comes after a
+    pass of the target, as in a round, which leaves nothing of the drafter in the processor's caches.
     """
     device, drafts = target.info.device, drafter.max_drafts
     target.set_taps(drafter.tap_ids)
@@ -151,10 +152,10 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
         drafter.observe(fresh, [0], block[:, :2], taps, [2])
 
     parts = [
-        *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device),
+        *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device, lambda: forward(1)),
         *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device),
         Part("choose and accept", median_seconds(choice, repeats, device)),
-        Part("observe 2 tokens", median_seconds(observe, repeats, device)),
+        Part("observe 2 tokens", median_seconds(observe, repeats, device, lambda: forward(1))),
     ]
     return [*parts, *_split("plain pass", lambda: forward(1), repeats, device)]
 
@@ -172,12 +173,18 @@ def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: 
     return statistics.median(seconds)
 
 
-def _split(name: str, run: Callable[[], object], repeats: int, device: torch.device) -> list[Part]:
-    """A pass as a whole, then its products, its attentions and the rest."""
+def _split(
+    name: str,
+    run: Callable[[], object],
+    repeats: int,
+    device: torch.device,
+    before: Callable[[], object] | None = None,
+) -> list[Part]:
+    """A pass as a whole, then its products, its attentions and the rest; `before` comes before each, untimed."""
     calls = calls_of(run)
-    whole = median_seconds(run, repeats, device)
-    products = median_seconds(calls.multiply, repeats, device) if calls.products else 0.0
-    attentions = median_seconds(calls.attend, repeats, device) if calls.attentions else 0.0
+    whole = median_seconds(run, repeats, device, before)
+    products = median_seconds(calls.multiply, repeats, device, before) if calls.products else 0.0
+    attentions = median_seconds(calls.attend, repeats, device, before) if calls.attentions else 0.0
     weights = [(module.out_features * module.in_features, x) for module, x in calls.products]
     parts = [Part(name, whole)]
     if products:

@@ -44,10 +44,14 @@ def pass_seconds(target: Target, ids: Sequence[int], width: int, taps: Sequence[
     return median_seconds(once, repeats, target.info.device)
 
 
-def median_seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median seconds of so many runs, after a few that do not count."""
+def median_seconds(
+    run: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], object] | None = None
+) -> float:
+    """Median seconds of so many runs, after a few that do not count; `before` comes before each, untimed."""
     seconds = []
     for _ in range(WARM_UP + repeats):
+        if before is not None:
+            before()
         _wait(device)
         began = time.perf_counter()
         run()

@@ -21,7 +21,7 @@ from blockdraft.engine.outlook import Forecast, Outlook, forecast, hopeful
 from blockdraft.engine.policy import Ask, Row, available, best_width, expected_tokens
 from blockdraft.engine.probe import few
 
-INTEREST = 1 / 120  # of a plain round: what each of them earns for trying to draft again
+INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to draft again
 CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth
 EARNED = 8.0  # plain rounds that drafting has gained and that may be lost again: texts change
 DEEPEST = 2.0  # plain rounds of loss that are remembered

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from blockdraft.engine.calibration import Calibration
 from blockdraft.engine.policy import best_width, expected_tokens
 
-PRIOR = {False: 0.8, True: 0.6}  # how often a draft is right, of a drafter that nobody knows: greedy, sampled
+PRIOR = {False: 0.8, True: 0.5}  # how often a draft is right, of a drafter that nobody knows: greedy, sampled
 HOPE = 0.97  # how often at the very best
 MEMORY = 40.0  # drafts that are remembered
 LONG_AGO = 4.0  # of them that count when drafting is tried again
