@@ -16,29 +16,30 @@ from blockdraft.ops.sampling import Coupling
 
 
 class Text:
-    """The committed tokens of a row, and where each of its n-grams last ended.
+    """The committed tokens of a row, and where each of its shortest n-grams ended, in order.
 
-    Every n-gram in the index is followed by something: by a committed token, or by the anchor, which is not among
+    Every n-gram that is found is followed by something: by a committed token, or by the anchor, which is not among
     them.  So the end of the text, anchor included, never finds itself.
     """
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
         self.ids: list[int] = []
-        self.ends: dict[tuple[int, ...], int] = {}
+        self.ends: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, ids: Sequence[int], start: int | None = None) -> None:
-        """Commit tokens; each costs one entry per length of n-gram.
+        """Commit tokens; each costs one entry.
 
         start: where the first of them stands, if some may be known; those are left out.
         """
         known = 0 if start is None else len(self.ids) - start
         assert known >= 0, "a text has no gaps"
+        shortest = self.config.shortest
         for token in ids[known:]:
             self.ids.append(token)
             end = len(self.ids)
-            for length in range(self.config.shortest, min(self.config.longest, end) + 1):
-                self.ends[tuple(self.ids[end - length :])] = end
+            if end >= shortest:
+                self.ends.setdefault(tuple(self.ids[end - shortest :]), []).append(end)
 
     def following(self, anchor: int) -> tuple[list[int], int]:
         """What followed the latest earlier occurrence of the longest known ending, and the length of that ending.
@@ -47,13 +48,25 @@ class Text:
         drafted: a text that repeats itself.
         """
         ending = [*self.ids[-self.config.longest :], anchor][-self.config.longest :]
-        for length in range(len(ending), self.config.shortest - 1, -1):
-            start = self.ends.get(tuple(ending[-length:]))
-            if start is not None:
-                found = [*self.ids[start : start + self.config.max_drafts], anchor]
-                period = len(self.ids) + 1 - start
-                return [found[k % period] for k in range(self.config.max_drafts)], length
-        return [], 0
+        start, length = 0, 0
+        for end in reversed(self.ends.get(tuple(ending[-self.config.shortest :]), ())):
+            agreed = self._agreed(end, ending)
+            if agreed > length:
+                start, length = end, agreed
+            if length == len(ending):
+                break
+        if length == 0:
+            return [], 0
+        found = [*self.ids[start : start + self.config.max_drafts], anchor]
+        period = len(self.ids) + 1 - start
+        return [found[k % period] for k in range(self.config.max_drafts)], length
+
+    def _agreed(self, end: int, ending: Sequence[int]) -> int:
+        """How many of the tokens before `end` are those of an ending, whose shortest n-gram is known to stand there."""
+        length = self.config.shortest
+        while length < min(len(ending), end) and self.ids[end - length - 1] == ending[-length - 1]:
+            length += 1
+        return length
 
 
 class NgramDrafter:
