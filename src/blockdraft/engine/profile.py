@@ -168,7 +168,7 @@ def _draft_seconds(
     Of texts in which nothing repeats itself.  A pass of the target comes before each proposal, as in a round: it
     leaves nothing of the drafter in the processor's caches.
     """
-    slots, prompt = list(range(rows)), min(PROMPT, target.info.max_context - TRIES)
+    slots, prompt = list(range(rows)), max(2, min(PROMPT, target.info.max_context - TRIES))
     ids, cache = _random_ids(target, rows, prompt + 1), target.new_cache(rows, prompt + TRIES)
     taps = target.forward(ids[:, :prompt], cache, slots, keep_logits=1).taps
     state = drafter.new_state(rows, prompt + 2 * TRIES + drafter.block_size)

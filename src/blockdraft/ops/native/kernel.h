@@ -42,15 +42,16 @@ struct Pass {
 // Heads of a group whose attention is computed together: four keys of each are as many sums as registers hold.
 constexpr int64_t HEADS = 3;
 
-// Floats for the scores of one head over the longest context, and what is computed besides.
-inline int64_t scores_room(int64_t longest) { return (longest + 23) / 16 * 16; }
+// Floats for the scores of one head over the longest context, and what is computed besides.  Static: of a function
+// compiled for several processors, the linker would keep any one.
+static inline int64_t scores_room(int64_t longest) { return (longest + 23) / 16 * 16; }
 
 // One thread of several that compute the same thing together.
 struct Team {
     int thread, threads;
     void (*barrier)();
 
-    // Always inlined: of a function compiled for several processors, the linker would keep any one.
+    // Always inlined, for the same reason.
     __attribute__((always_inline)) void wait() const {
         if (threads > 1) barrier();
     }
