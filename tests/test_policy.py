@@ -373,6 +373,18 @@ def test_drafting_does_not_begin_for_less_than_catching_up_takes() -> None:
         assert here.policy.begin([Row(slot, 100, False, waiting, remaining) for slot in range(4)]) is asked
 
 
+def test_all_rows_are_asked_after_tries_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row may have had luck, so the tries of few that go before are several, every other round one."""
+    monkeypatch.setattr(adaptive_room, "INTEREST", 1.0)  # the account allows all of them
+    here = world(measured(8), measured(8))
+    here.right = lambda k: 0.3
+    here.play(100, 8)
+    here.right = lambda k: 0.995
+    here.play(400, 8)
+    begun = here.asked.index(Ask.ALL, 100)
+    assert here.asked[begun - 2 * adaptive_room.SURE : begun].count(Ask.SOME) == adaptive_room.SURE
+
+
 def test_few_rows_find_what_drafting_gives() -> None:
     """A good drafter for one row is asked from the first round on, and so it is at 4, where there is less to gain."""
     gain, here = answer(1, 0.75, seed=0, rounds=60)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +136,8 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
         cache.truncate([0], [len(ids)])
         return target.forward(block[:, :width], cache, [0])
 
+    plain = partial(forward, 1)
+
     state = drafter.new_state(1, len(ids) + 8 * drafter.block_size)
     drafter.observe(state, [0], tokens, read.taps, [len(ids)])
     fresh = drafter.new_state(1, 1 << 12)
@@ -152,12 +155,12 @@ def parts_of_a_round(target: Target, drafter: Drafter, ids: Sequence[int], repea
         drafter.observe(fresh, [0], block[:, :2], taps, [2])
 
     parts = [
-        *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device, lambda: forward(1)),
+        *_split("propose", lambda: drafter.propose(state, [0], anchor), repeats, device, plain),
         *_split(f"verify {drafts} drafts", lambda: forward(drafts + 1), repeats, device),
         Part("choose and accept", median_seconds(choice, repeats, device)),
-        Part("observe 2 tokens", median_seconds(observe, repeats, device, lambda: forward(1))),
+        Part("observe 2 tokens", median_seconds(observe, repeats, device, plain)),
     ]
-    return [*parts, *_split("plain pass", lambda: forward(1), repeats, device)]
+    return [*parts, *_split("plain pass", plain, repeats, device)]
 
 
 def round_seconds(engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> float:

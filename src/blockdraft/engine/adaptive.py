@@ -25,7 +25,7 @@ INTEREST = 1 / 150  # of a plain round: what each of them earns for trying to dr
 CREDIT = 1.0  # plain rounds that may be lost at first, to learn what drafting is worth
 EARNED = 8.0  # plain rounds that drafting has gained and that may be lost again: texts change
 DEEPEST = 2.0  # plain rounds of loss that are remembered
-SURE = 3  # tries with few rows, one right after the other, that must agree before all are asked
+SURE = 3  # tries with few rows, as soon after one another as the account allows, that agree before all are asked
 SPELL = 32.0  # rounds that drafting is expected to go on for: what catching up takes is spread over them
 NEAR = 2.0  # times as many rows, at most: what was measured for them says something
 
@@ -95,12 +95,12 @@ class Adaptive:
         return self._round.asked
 
     def _whom(self, rows: Sequence[Row]) -> Ask:
-        whole = self._habit(Ask.ALL, len(rows))
+        whole, tried = self._habit(Ask.ALL, len(rows)), len(few(rows))
         if not whole.pays and self._news and self.debt <= 0:
             self._news = False
             expected = self._forecast()
             self._promising = self._promising + 1 if expected.pays(HURDLE) else 0
-            if 0 < self._promising < SURE and len(few(rows)) < len(rows):
+            if 0 < self._promising < SURE and tried < len(rows):
                 whole.left = 0  # a few rows may have had luck: they are asked once more
             else:
                 self._promising = 0
@@ -112,7 +112,7 @@ class Adaptive:
             if self._forecast(hopeful(self.limit)).pays(HURDLE):  # else nothing that is seen could change anything
                 if self._promising == 0:
                     self.outlook.doubt()
-                return Ask.ALL if len(few(rows)) == len(rows) else Ask.SOME
+                return Ask.ALL if tried == len(rows) else Ask.SOME
         return Ask.FREE if self.partly_free and not whole.pays else Ask.NOBODY
 
     def widths(self, proposal: Proposal, limits: Sequence[int]) -> list[int]:
